@@ -1,0 +1,45 @@
+"""Sapwood: the layer of a training run that moves things.
+
+Importing this package has no side effect and does not import torch: names are loaded when used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sapwood._version import __version__
+
+if TYPE_CHECKING:
+    from sapwood.errors import SapwoodError
+    from sapwood.events import BuffersUpdated, PlanChanged, StepEnded, TensorUpdated
+    from sapwood.run import Run
+
+_HOME = {
+    "BuffersUpdated": "sapwood.events",
+    "PlanChanged": "sapwood.events",
+    "Run": "sapwood.run",
+    "SapwoodError": "sapwood.errors",
+    "StepEnded": "sapwood.events",
+    "TensorUpdated": "sapwood.events",
+}
+
+__all__ = [
+    "BuffersUpdated",
+    "PlanChanged",
+    "Run",
+    "SapwoodError",
+    "StepEnded",
+    "TensorUpdated",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'sapwood' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
