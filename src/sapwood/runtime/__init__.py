@@ -1,0 +1,1 @@
+"""Where a process finds out who it is, and the small mechanisms every system stands on."""
