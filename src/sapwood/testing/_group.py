@@ -111,8 +111,10 @@ class Group:
     def close(self) -> None:
         """Kill every rank that still runs, with all it started, and release the store."""
         members, self._members = self._members, []
+        # Found before anyone is killed: an orphan no longer shows whose child it was.
+        doomed = [pid for member in members for pid in member.family()]
         try:
-            _proc.kill(one.pid for one in members if one.outcome is None)
+            _proc.kill(doomed)
         finally:
             for member in members:
                 member.close()

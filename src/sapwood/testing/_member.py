@@ -72,12 +72,15 @@ class Member:
         data, _ = _read_all(self._stacks)
         return data.decode(errors="replace")
 
-    def close(self) -> None:
-        """End the rank and what it started; release everything held for it."""
-        doomed = {found.pid for found in _proc.in_session(self.pid)}
+    def family(self) -> set[int]:
+        """The rank and every process it started that still runs."""
+        family = {found.pid for found in _proc.in_session(self.pid)}
         if self.process.exitcode is None:
-            doomed |= {self.pid, *(found.pid for found in _proc.descendants(self.pid))}
-        _proc.kill(doomed)
+            family |= {self.pid, *(found.pid for found in _proc.descendants(self.pid))}
+        return family
+
+    def close(self) -> None:
+        """Release everything held for the rank; its family has been killed."""
         self.process.join(_END_GRACE)
         self.refresh()
         if self._reports is not None:
