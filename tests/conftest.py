@@ -59,8 +59,12 @@ def session_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session", autouse=True)
 def rank_server(session_tmp: Path) -> Iterator[None]:
     """Start the fork server of the ranks before the first test, and end it after the last."""
+    import torch
+
     from sapwood.testing import ranks
 
+    # Small tensors on busy cores: more threads would only wait for each other.
+    torch.set_num_threads(1)
     hygiene.adopt_orphans()
     ranks.warm()
     yield

@@ -75,10 +75,9 @@ def leftovers(before: Snapshot, grace: float = 5.0) -> list[str]:
     """What was not there ``before``, one sentence each; waits up to ``grace`` seconds."""
     deadline = time.monotonic() + grace
     while True:
-        problems = [text for check in CHECKS for text in check(before)]
-        # Only what can end by itself is worth waiting for.
-        if not any(_passing(before)) or time.monotonic() > deadline:
-            return problems
+        problems = [text for check in _TRANSIENT for text in check(before)]
+        if not problems or time.monotonic() > deadline:
+            return problems + [text for check in _LASTING for text in check(before)]
         gc.collect()
         time.sleep(0.02)
 
@@ -164,18 +163,9 @@ def restore(before: Snapshot) -> None:
 
 
 Check = Callable[[Snapshot], list[str]]
+# Only what may end by itself is worth waiting for.
 _TRANSIENT: Sequence[Check] = (check_processes, check_sockets, check_threads, check_shared_memory)
-CHECKS: Sequence[Check] = (
-    *_TRANSIENT,
-    check_files,
-    check_faults,
-    check_environment,
-    check_torch,
-)
-
-
-def _passing(before: Snapshot) -> Iterable[bool]:
-    return (bool(check(before)) for check in _TRANSIENT)
+_LASTING: Sequence[Check] = (check_files, check_faults, check_environment, check_torch)
 
 
 def _strays() -> list[_proc.Process]:
