@@ -1,0 +1,1 @@
+"""The command line: `sapwood VERB`, one module per verb, loaded when called."""

@@ -1,0 +1,176 @@
+"""Starting ranks on this machine with torch's own elastic launcher, and ending all of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from sapwood.cli import process
+from sapwood.cli.rank import LAUNCHER, TRACEBACK
+from sapwood.cli.script import Script
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
+
+__all__ = ["Plan", "launch"]
+
+_LEFTOVER_GRACE = 2.0
+_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to start, and how."""
+
+    script: Script
+    ranks: int = 1
+    restarts: int = 0
+    prefix: bool = False
+    """Put ``[rank]`` before each line the ranks write."""
+    logs: Path | None = None
+    """Keep what each rank writes in files below this folder."""
+    grace: int = 10
+    """Seconds between asking the ranks to end and killing them."""
+
+
+def launch(plan: Plan) -> int:
+    """Run the ranks to their end and return the exit code of the first that failed, or 0."""
+    plan.script.check()
+    process.adopt_orphans()
+    for number in _STOP:
+        signal.signal(number, _leave)
+    folder = Path(tempfile.mkdtemp(prefix="sapwood-run-", dir=_made(plan.logs)))
+    keep = plan.logs is not None
+    try:
+        failures = _run_ranks(plan, folder)
+        # The message names a traceback in the folder, so that one stays.
+        keep = keep or bool(failures)
+        return _report(failures) if failures else 0
+    except _StopError as ended:
+        print(f"sapwood: {ended}; the ranks are ended too", file=sys.stderr)
+        return ended.code
+    finally:
+        # What follows is bounded in time; a second signal must not leave ranks behind.
+        for number in _STOP:
+            signal.signal(number, signal.SIG_IGN)
+        process.end_descendants(_LEFTOVER_GRACE)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _StopError(Exception):
+    """A signal asked the launcher to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.code = 128 + number
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    # torch installs its own handler once ranks run; until then this one lets `finally` work.
+    raise _StopError(number)
+
+
+def _made(folder: Path | None) -> Path | None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _run_ranks(plan: Plan, folder: Path) -> dict[int, ProcessFailure]:
+    """Wait for the ranks; what is returned are the failures that ended them."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    _hush_torch()
+    _share_cores(plan.ranks)
+    os.environ[LAUNCHER] = str(os.getpid())
+    # Lines of the ranks pass through our standard output and must not wait in its buffer.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    command = ("-m", "sapwood.cli.rank", *plan.script.tokens())
+    try:
+        elastic_launch(_config(plan, folder), sys.executable)(*command)
+    except ChildFailedError as error:
+        return dict(error.failures)
+    except SignalException as error:
+        raise _StopError(error.sigval) from None
+    return {}
+
+
+def _config(plan: Plan, folder: Path) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=plan.ranks,
+        run_id=uuid.uuid4().hex[:12],
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=plan.restarts,
+        monitor_interval=0.1,
+        log_line_prefix_template="[${rank}] " if plan.prefix else None,
+        logs_specs=_logs(plan, folder),
+        shutdown_timeout=plan.grace,
+    )
+
+
+def _logs(plan: Plan, folder: Path) -> LogsSpecs:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+    through_files = plan.prefix or plan.logs is not None
+    return DefaultLogsSpecs(log_dir=str(folder), tee=Std.ALL if through_files else Std.NONE)
+
+
+def _hush_torch() -> None:
+    """Our one line about a failure replaces torch's banner, unless someone asked for its log."""
+    if "LOGLEVEL" not in os.environ and not os.environ.get("SAPWOOD_DEBUG"):
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _share_cores(ranks: int) -> None:
+    """Without this every rank would start a thread per core, and they would fight."""
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+
+
+def _report(failures: dict[int, ProcessFailure]) -> int:
+    rank, failure = min(failures.items(), key=lambda item: _when(item[1]))
+    code = failure.exitcode
+    how = f"exit code {code}" if code >= 0 else f"signal {failure.signal_name()}"
+    text = Path(failure.error_file).with_name(TRACEBACK)
+    if text.exists():
+        where = f"its traceback is above and in {text}"
+    else:
+        where = "it left no traceback: look at its last lines above, or run again with --logs"
+    print(f"sapwood: rank {rank} failed with {how}; {where}", file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+def _when(failure: ProcessFailure) -> tuple[bool, bool, bool, int]:
+    """Orders failures by how likely they are the cause of the others.
+
+    The launcher ends the remaining ranks with SIGTERM, and a killed rank makes its peers fail.
+    """
+    data = failure.error_file_data
+    return (
+        failure.exitcode == -signal.SIGTERM,
+        failure.exitcode >= 0,
+        data.get("error_type") == "PeerFailed",
+        int(data.get("time_ns", failure.timestamp * 1_000_000_000)),
+    )

@@ -1,0 +1,87 @@
+"""Where ``sapwood`` starts: finds the verb, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sapwood._version import __version__
+from sapwood.errors import SapwoodError
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+__all__ = ["main"]
+
+_VERBS = {
+    "run": "Start the ranks of a script on this machine, or join those of torchrun, srun, mpirun.",
+    "runs": "List the runs of a folder: their state, their step, and what they were forked from.",
+    "trace": "Show where the time of a step went, as text, SVG or a Perfetto file.",
+    "doctor": "Check this machine and this installation, and say what to do about problems.",
+    "demo": "Train a small model on two ranks and show what Sapwood saw.",
+}
+_ABOUT = """The layer of a training run that moves things.
+
+New here? `sapwood demo` shows it at work, `sapwood VERB --help` explains a verb with examples.
+`sapwood --debug VERB` (or SAPWOOD_DEBUG=1) shows the traceback of an error.
+"""
+_INSTALL = "the sapwood command needs two more packages: pip install 'sapwood[cli]'"
+FAILED, MISUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    debug = bool(os.environ.get("SAPWOOD_DEBUG", "").strip("0"))
+    if tokens[:1] == ["--debug"]:
+        debug = True
+        del tokens[0]
+    try:
+        return _call(tokens)
+    except SapwoodError as error:
+        if debug:
+            raise
+        print(f"sapwood: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`); keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _call(tokens: list[str]) -> int:
+    try:
+        from cyclopts import CycloptsError
+    except ModuleNotFoundError as error:
+        if error.name != "cyclopts":
+            raise
+        print(f"sapwood: {_INSTALL}", file=sys.stderr)
+        return MISUSED
+    if tokens[:1] == ["run"]:
+        from sapwood.cli.verbs.run import protect_script
+
+        tokens = protect_script(tokens)
+    app = _app(listing=not tokens or tokens[0] not in _VERBS)
+    try:
+        result: Any = app(tokens, exit_on_error=False, result_action="return_value")
+    except CycloptsError:
+        return MISUSED
+    return result if isinstance(result, int) else 0
+
+
+def _app(*, listing: bool) -> App:
+    """The application; summaries are given only for the list, as they would hide a verb's help."""
+    from cyclopts import App
+
+    app = App(name="sapwood", help=_ABOUT, version=__version__, help_format="markdown")
+    for verb, summary in _VERBS.items():
+        path = f"sapwood.cli.verbs.{verb}:{verb}"
+        if listing:
+            app.command(path, name=verb, help=summary)
+        else:
+            app.command(path, name=verb)
+    return app

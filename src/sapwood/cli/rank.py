@@ -1,0 +1,56 @@
+"""``python -m sapwood.cli.rank [-m] TARGET ...``: the first thing a rank of ``sapwood run`` does.
+
+It ties the rank's life to the launcher's, then runs the script. When the script fails it leaves the
+traceback in the file the launcher reads (torch's error file, and plain text beside it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from sapwood.cli.process import die_with_parent
+from sapwood.cli.script import Script
+
+__all__ = ["LAUNCHER", "TRACEBACK", "main"]
+
+LAUNCHER = "SAPWOOD_LAUNCHER_PID"
+TRACEBACK = "traceback.txt"
+
+
+def main() -> None:
+    """Run the script of the command line as one rank."""
+    die_with_parent(int(os.environ.pop(LAUNCHER)))
+    for stream in (sys.stdout, sys.stderr):
+        # Ranks write to files or pipes: without this a line would show only when a buffer is full.
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+    Script.parse(sys.argv[1:]).run(on_failure=_leave_report)
+
+
+def _leave_report(error: BaseException) -> None:
+    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not place:
+        return
+    text = "".join(traceback.format_exception(error))
+    summary = f"{type(error).__name__}: {error}"
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    report = {
+        "message": {"message": summary, "extraInfo": details},
+        "error_type": type(error).__name__,
+        "time_ns": time.time_ns(),
+    }
+    # A full disk must not hide the error that brought us here.
+    with suppress(OSError):
+        Path(place).write_text(json.dumps(report))
+        Path(place).with_name(TRACEBACK).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from sapwood.cli.verbs import run as run_verb
+from tests.cli.helpers import DEADLINE, alive, environment, pids_in, sapwood, start, wait_for
+
+# Writes its process id and that of a child in another session, then waits to be ended.
+SLEEPER = """
+    import os, pathlib, subprocess, sys, time
+    here = pathlib.Path("pids")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                             start_new_session=True)
+    (here / str(child.pid)).touch()
+    (here / str(os.getpid())).touch()
+    time.sleep(600)
+"""
+
+
+def script(tmp_path: Path, text: str, name: str = "script.py") -> str:
+    (tmp_path / name).write_text(textwrap.dedent(text))
+    return name
+
+
+@pytest.fixture
+def sleepers(tmp_path):
+    """A running launcher with two ranks, each of which has a child of its own."""
+    (tmp_path / "pids").mkdir()
+    launcher = start("run", "-n", "2", script(tmp_path, SLEEPER), tmp_path=tmp_path)
+    try:
+        ready = tmp_path / "pids"
+        wait_for(lambda: len(pids_in(ready)) == 4 or launcher.poll() is not None, "two ranks")
+        assert launcher.poll() is None
+        yield launcher, pids_in(tmp_path / "pids")
+    finally:
+        launcher.kill()
+        for pid in filter(alive, pids_in(tmp_path / "pids")):
+            os.kill(pid, signal.SIGKILL)
+        launcher.communicate(timeout=DEADLINE)
+
+
+def test_ranks_get_their_place_and_their_own_arguments(tmp_path):
+    name = script(
+        tmp_path,
+        """
+        import os, sys
+        print(os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv, __name__, sys.path[0])
+        """,
+    )
+    done = sapwood("run", "-n", "2", name, "-n", "7", "--help", "--", "x", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    argv = ["script.py", "-n", "7", "--help", "--", "x"]
+    expected = [f"{rank} 2 {argv} __main__ {tmp_path}" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == expected
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_module_is_found_from_the_current_folder(tmp_path):
+    (tmp_path / "pack").mkdir()
+    script(tmp_path, "import sys; print('module', sys.argv[1:])", "pack/train.py")
+    done = sapwood("run", "-m", "pack.train", "--lr=1", tmp_path=tmp_path)
+    assert done.stdout == "module ['--lr=1']\n", done.stderr
+
+
+def test_prefix_and_logs(tmp_path):
+    name = script(tmp_path, "import os; print('hello from', os.environ['RANK'])")
+    done = sapwood("run", "-n", "2", "--prefix", "--logs", "logs", name, tmp_path=tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["[0] hello from 0", "[1] hello from 1"]
+    kept = sorted(path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
+    assert kept == ["hello from 0\n", "hello from 1\n"]
+
+
+def test_a_failing_rank_gives_its_traceback_and_its_exit_code(tmp_path):
+    name = script(
+        tmp_path,
+        """
+        import os, time
+        def inner():
+            raise RuntimeError("boom")
+        if os.environ["RANK"] == "1":
+            inner()
+        time.sleep(600)
+        """,
+    )
+    done = sapwood("run", "-n", "2", name, tmp_path=tmp_path)
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("sapwood: rank 1 failed with exit code 1; its traceback is above")
+    kept = Path(message.split(" and in ")[1])
+    assert kept.read_text() in done.stderr
+    assert "RuntimeError: boom" in kept.read_text()
+    assert "runpy" not in done.stderr
+    assert "sapwood/cli" not in done.stderr
+
+
+def test_the_exit_code_is_that_of_the_script(tmp_path):
+    name = script(tmp_path, "import sys; sys.exit(7)")
+    done = sapwood("run", name, tmp_path=tmp_path)
+    assert done.returncode == 7
+    assert "rank 0 failed with exit code 7" in done.stderr
+
+
+def test_a_rank_killed_by_a_signal_is_named(tmp_path):
+    name = script(
+        tmp_path,
+        """
+        import os, signal, time
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        """,
+    )
+    done = sapwood("run", "-n", "2", name, tmp_path=tmp_path)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 failed with signal SIGKILL" in done.stderr
+    assert "--logs" in done.stderr
+
+
+def test_restarts_start_all_ranks_again(tmp_path):
+    name = script(
+        tmp_path,
+        """
+        import os, sys
+        again = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        print("attempt", again)
+        sys.exit(0 if again else 3)
+        """,
+    )
+    done = sapwood("run", "--restarts", "1", name, tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "attempt 0\nattempt 1\n"
+
+
+def test_what_a_rank_leaves_running_is_ended_with_the_run(tmp_path):
+    (tmp_path / "pids").mkdir()
+    name = script(tmp_path, SLEEPER.replace("time.sleep(600)\n", "", 1)[: SLEEPER.rfind("time")])
+    done = sapwood("run", name, tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(pids_in(tmp_path / "pids")) == 2
+    assert not any(map(alive, pids_in(tmp_path / "pids")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_ranks_and_their_children(sleepers, tmp_path, number):
+    launcher, pids = sleepers
+    launcher.send_signal(number)
+    _, errors = launcher.communicate(timeout=DEADLINE)
+    assert launcher.returncode == 128 + number
+    assert number.name in errors
+    assert not any(map(alive, pids))
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_killing_the_launcher_ends_its_ranks(sleepers, tmp_path):
+    launcher, pids = sleepers
+    ranks = [
+        pid for pid in pids if b"sapwood.cli.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(ranks) == 2
+    launcher.kill()
+    launcher.wait(DEADLINE)
+    wait_for(lambda: not any(map(alive, ranks)), "the ranks to end")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("missing.py",), "there is no script 'missing.py' here"),
+        (("-n", "0", __file__), "a run needs at least one rank"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_one(tmp_path, arguments, message):
+    done = sapwood("run", *arguments, tmp_path=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+JOINED = """
+    import sys
+    from sapwood.runtime.launch import detect
+    place = detect()
+    print(place.launcher, place.rank, place.world, sys.argv)
+"""
+
+
+def lines_of(command: list[str], tmp_path: Path) -> list[str]:
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_under_mpirun_the_script_runs_in_the_ranks_mpirun_made(tmp_path):
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    if mpirun is None:
+        pytest.skip("no mpirun beside this python: pip install 'sapwood[mpi]'")
+    python = [sys.executable, "-m", "sapwood.cli"]
+    name = script(tmp_path, JOINED)
+    lines = lines_of([mpirun, "-n", "2", *python, "run", name, "--lr", "1"], tmp_path)
+    assert lines == [f"mpirun {rank} 2 ['script.py', '--lr', '1']" for rank in range(2)]
+
+
+def test_under_torchrun_the_script_runs_in_the_ranks_torchrun_made(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    name = script(tmp_path, JOINED)
+    lines = lines_of([*torchrun, "-m", "sapwood.cli", "run", "-n", "2", name], tmp_path)
+    assert lines == [f"torchrun {rank} 2 ['script.py']" for rank in range(2)]
+
+
+def test_a_count_that_contradicts_the_launcher_is_refused(tmp_path):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    name = script(tmp_path, JOINED)
+    done = sapwood("run", "-n", "4", name, tmp_path=tmp_path, **place)
+    assert done.returncode == 1
+    assert "torchrun already started this process as rank 1 of 2" in done.stderr
+
+
+def test_an_error_of_a_joined_script_is_shown_as_python_shows_it(tmp_path):
+    place = {"RANK": "0", "WORLD_SIZE": "1"}
+    name = script(tmp_path, "raise ValueError('mine')")
+    done = sapwood("run", name, tmp_path=tmp_path, **place)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "Traceback (most recent call last):"
+    assert "sapwood/cli" not in done.stderr
+
+
+def test_every_option_with_a_value_is_known_to_the_splitter():
+    names = set()
+    for parameter in inspect.signature(run_verb.run, eval_str=True).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not False:
+            given = getattr(parameter.annotation, "__metadata__", ())
+            names |= set(given[0].name) if given else {f"--{parameter.name}"}
+    assert names == set(run_verb.VALUED)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ("run a.py --x", "run -- a.py --x"),
+        ("run -n 2 --prefix a.py -n 3", "run -n 2 --prefix -- a.py -n 3"),
+        ("run --ranks=2 -m pack.mod -v", "run --ranks=2 -m -- pack.mod -v"),
+        ("run -- a.py", "run -- a.py"),
+        ("run --help", "run --help"),
+        ("run", "run"),
+    ],
+)
+def test_the_script_is_found_behind_our_options(tokens, expected):
+    assert run_verb.protect_script(tokens.split()) == expected.split()
