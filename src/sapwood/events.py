@@ -233,7 +233,7 @@ class EventBus:
         self, kind: type[E], callback: Callable[[E], None], *, name: str | None = None
     ) -> Subscription:
         """Call ``callback`` for each event of ``kind``; ``name`` attributes time and errors."""
-        label = name or getattr(callback, "__qualname__", repr(callback))
+        label = name or str(getattr(callback, "__qualname__", repr(callback)))
         subscription = Subscription(name=label, kind=kind, callback=callback, _bus=self)
         with self._lock:
             self._subscribers[kind] = (*self._subscribers.get(kind, ()), subscription)

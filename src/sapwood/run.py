@@ -13,6 +13,7 @@ import atexit
 import dataclasses
 import logging
 import platform
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["Run", "RunSettings"]
 
 log = logging.getLogger(__name__)
+_PLAIN = (int, float, str, tuple, type(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,7 @@ class Run:
         self.schedulers = list(schedulers)
         self.step_count = 0
         self._closed = False
+        self._next_flush = 0.0
         self.group = Group.join(check_model(model), timeout=sync.value.timeout)
         try:
             context = self._start(model, scaler, id, places, sync)
@@ -192,7 +195,7 @@ class Run:
         self.events.publish(ended)
         if self.trace.on:
             self.trace.instant("step_ended", step=self.step_count)
-            self.trace.flush(lazy=True)
+            self._flush_trace()
         if self.group.rank == 0:
             self._place.status("running", self.step_count, now=False)
         self.events.raise_pending()
@@ -288,6 +291,12 @@ class Run:
         """Close, telling the others if an exception ends the block."""
         self.close(error)
 
+    def _flush_trace(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_flush:
+            self._next_flush = now + 1.0
+            self.trace.flush()
+
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"run {self.id} is closed; make a new Run to go on training")
@@ -334,7 +343,7 @@ def _facts(
 ) -> dict[str, Any]:
     config = {}
     for resolved in (places, sync):
-        for name, value in dataclasses.asdict(resolved.value).items():  # type: ignore[call-overload]
+        for name, value in dataclasses.asdict(resolved.value).items():
             entry = {"value": value, "origin": resolved.origins[name]}
             config[name] = entry
     return {

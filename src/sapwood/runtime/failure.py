@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sapwood.errors import PeerFailed
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from sapwood.runtime.stores import Store
 
 __all__ = ["FailureBoard"]
 
@@ -28,7 +28,7 @@ class FailureBoard:
     _KEY = "failed"
     _LEFT = "left"
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int) -> None:
         """``store`` is the group's own (a prefix of it), used by all ranks alike."""
         self._store = store
         self._rank = rank

@@ -17,6 +17,7 @@ from sapwood.errors import MismatchError, PeerFailed, SapwoodError
 from sapwood.runtime.failure import FailureBoard
 from sapwood.runtime.launch import Launch, detect
 from sapwood.runtime.rendezvous import meet
+from sapwood.runtime.stores import HashStore, PrefixStore, Store
 
 __all__ = ["Group", "Pending"]
 
@@ -67,7 +68,7 @@ class Group:
     """The ranks that train one model together; a group of one needs no process group at all."""
 
     def __init__(
-        self, launch: Launch, device: torch.device, store: dist.Store, *, timeout: float
+        self, launch: Launch, device: torch.device, store: Store, *, timeout: float
     ) -> None:
         """Use ``Group.join``."""
         self.launch = launch
@@ -91,13 +92,13 @@ class Group:
         started = not dist.is_initialized()
         launch = detect() if started else _launch_of_world()
         if started and launch.world == 1:
-            alone = cls(launch, device, dist.HashStore(), timeout=timeout)
+            alone = cls(launch, device, HashStore(), timeout=timeout)
             alone.board.watch_uncaught()
             return alone
         if started:
             _init_world(launch, device, timeout)
         prefix = f"sapwood/{launch.job}/{_made}"
-        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         group = cls(launch, device, store, timeout=timeout)
         group._owns_world = started
         # Its own communicator, so that what users send on theirs cannot come between.

@@ -1,10 +1,10 @@
 """Who am I: which launcher started this process, and where the group meets.
 
-    launcher   rank                    size                    meeting point
-    torchrun   RANK                    WORLD_SIZE              MASTER_ADDR, MASTER_PORT
-    srun       SLURM_PROCID            SLURM_NTASKS            first host of the step, port of the job
-    mpirun     OMPI_COMM_WORLD_RANK    OMPI_COMM_WORLD_SIZE    MASTER_ADDR, MASTER_PORT if set, else
-               PMI_RANK                PMI_SIZE                a file on the host, else mpi4py
+    launcher   rank                   size                   meeting point
+    torchrun   RANK                   WORLD_SIZE             MASTER_ADDR, MASTER_PORT
+    srun       SLURM_PROCID           SLURM_NTASKS           first host of the step, own port
+    mpirun     OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE   MASTER_ADDR, MASTER_PORT if set, else
+               PMI_RANK               PMI_SIZE               a file on the host, else mpi4py
 
 Only the environment is read here; nothing is connected and torch is not imported.
 """

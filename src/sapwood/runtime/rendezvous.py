@@ -9,17 +9,16 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
 from sapwood.errors import LaunchError
 from sapwood.runtime.launch import Launch
+from sapwood.runtime.stores import Store, TCPStore
 
 __all__ = ["meet"]
 
 _POLL = 0.02
 
 
-def meet(launch: Launch, timeout: float) -> dist.Store:
+def meet(launch: Launch, timeout: float) -> Store:
     """Connect to the group's store; rank 0 hosts it unless the launcher already does."""
     if launch.address is not None and launch.port is not None:
         return _tcp(launch, launch.address, launch.port, timeout)
@@ -28,10 +27,10 @@ def meet(launch: Launch, timeout: float) -> dist.Store:
     return _by_mpi(launch, timeout)
 
 
-def _tcp(launch: Launch, host: str, port: int, timeout: float) -> dist.Store:
+def _tcp(launch: Launch, host: str, port: int, timeout: float) -> Store:
     # torchrun's agent hosts the store itself and says so; then nobody else may.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
+    return TCPStore(
         host,
         port,
         world_size=launch.world,
@@ -41,8 +40,8 @@ def _tcp(launch: Launch, host: str, port: int, timeout: float) -> dist.Store:
     )
 
 
-def _host_store(launch: Launch, address: str, timeout: float) -> dist.TCPStore:
-    return dist.TCPStore(
+def _host_store(launch: Launch, address: str, timeout: float) -> TCPStore:
+    return TCPStore(
         address,
         0,
         world_size=launch.world,
@@ -52,7 +51,7 @@ def _host_store(launch: Launch, address: str, timeout: float) -> dist.TCPStore:
     )
 
 
-def _by_file(launch: Launch, timeout: float) -> dist.Store:
+def _by_file(launch: Launch, timeout: float) -> Store:
     """Ranks of one host find each other's port in a file that lives only as long as the meeting."""
     path = _meeting_file(launch)
     if launch.rank == 0:
@@ -78,7 +77,7 @@ def _by_file(launch: Launch, timeout: float) -> dist.Store:
     return joined
 
 
-def _gather(store: dist.Store, launch: Launch, timeout: float) -> None:
+def _gather(store: Store, launch: Launch, timeout: float) -> None:
     if store.add("sapwood/met", 1) == launch.world:
         store.set("sapwood/all-met", "1")
     store.wait(["sapwood/all-met"], timedelta(seconds=timeout))
@@ -92,7 +91,7 @@ def _meeting_file(launch: Launch) -> Path:
     return Path(tempfile.gettempdir()) / f"sapwood-{os.getuid()}-{job}.port"
 
 
-def _by_mpi(launch: Launch, timeout: float) -> dist.Store:
+def _by_mpi(launch: Launch, timeout: float) -> Store:
     try:
         from mpi4py import MPI
     except ImportError:
@@ -101,7 +100,7 @@ def _by_mpi(launch: Launch, timeout: float) -> dist.Store:
             "them where to meet; set MASTER_ADDR and MASTER_PORT, or pip install 'sapwood[mpi]'"
         ) from None
     place = bytearray(256)
-    store: dist.Store | None = None
+    store: Store | None = None
     if launch.rank == 0:
         hosted = _host_store(launch, socket.getfqdn(), timeout)
         text = f"{socket.getfqdn()}:{hosted.port}".encode()

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +18,7 @@ from sapwood.errors import UsageError
 from sapwood.events import PlanChanged
 from sapwood.runtime import faults
 from sapwood.runtime.group import Pending
+from sapwood.runtime.stores import GradBucket
 from sapwood.runtime.worker import Worker
 from sapwood.sync.base import Context, StepOutcome, SyncStats
 from sapwood.sync.buffers import BufferSync
@@ -118,7 +118,7 @@ class Ddp:
         if module.training and torch.is_grad_enabled() and not self.accumulating:
             self._buffers.announce_local(self._updater.step)
 
-    def _hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._begin()
         group = self._context.group
@@ -172,7 +172,7 @@ class Ddp:
         except Exception as error:
             self._error = self._error or error
             self._context.group.board.post(f"{type(error).__name__}: {error}")
-            future.set_exception(error)
+            future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
 
     def _view(self, indices: Sequence[int]) -> OptimizerView:
         key = tuple(indices)

@@ -103,7 +103,8 @@ class Layerwise:
         """Install hooks on the model and its parameters."""
         for index, parameter in enumerate(self._context.parameters):
             hook = self._gradient_hook(index)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
         self._handles += [
             self.model.register_forward_pre_hook(self._before_forward),
             self.model.register_forward_hook(self._after_forward, always_call=True),
