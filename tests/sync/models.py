@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sapwood import Run
+
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     with torch.random.fork_rng():
@@ -82,9 +84,7 @@ class Shared(nn.Module):
             if self.reentrant is None:
                 x = torch.tanh(self.body(x))
             else:
-                x = checkpoint(
-                    lambda t: torch.tanh(self.body(t)), x, use_reentrant=self.reentrant
-                )
+                x = checkpoint(lambda t: torch.tanh(self.body(t)), x, use_reentrant=self.reentrant)
         return x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,26 +106,40 @@ class Detached(nn.Module):
         return self.head(torch.tanh(self.late(x)))
 
 
+def train_plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[float]:
+    return train_plain(model, optimizer, 1, start=step)
+
+
 def train_plain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     steps: int,
     *,
+    start: int = 0,
     clip: float | None = None,
     accumulate: int = 1,
 ) -> list[float]:
     """What everybody writes by hand, on one rank."""
     losses = []
-    for step in range(steps):
+    for step in range(start, start + steps):
         optimizer.zero_grad()
         for part in range(accumulate):
-            loss = loss_of(model(batch(step * accumulate + part)[0]), batch(step * accumulate + part)[1])
+            x, y = batch(step * accumulate + part)
+            loss = loss_of(model(x), y)
             loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def train_run_step(run: Run, step: int) -> list[float]:
+    x, y = batch(step, run.rank)
+    loss = loss_of(run.model(x), y)
+    loss.backward()
+    run.step()
+    return [loss.item()]
 
 
 def weights(model: nn.Module) -> list[Tensor]:

@@ -148,6 +148,8 @@ class Bucket:
 
     def touched(self) -> bool:
         """Whether somebody changed a gradient in place, or put another, since ``note_versions``."""
+        if not self.present:
+            return False
         if self._versions != self._read_versions():
             return True
         return any(

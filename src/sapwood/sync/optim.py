@@ -41,6 +41,7 @@ _PER_PARAMETER = tuple(
 )
 # Where torch's foreach loop is bit for bit its plain loop, but crosses the interpreter less often.
 _SAME_AS_FOREACH = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_SAME_DTYPES = (torch.float32, torch.float64)
 
 
 def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
@@ -103,6 +104,7 @@ class OptimizerView:
         """Made by ``Views.of``."""
         self.parameters = list(parameters)
         self._views = views
+        self._exact_foreach = all(p.dtype in _SAME_DTYPES for p in parameters)
         members = {id(p) for p in parameters}
         self._positions = [
             (number, {**group, "params": [p for p in group["params"] if id(p) in members]})
@@ -119,7 +121,7 @@ class OptimizerView:
         for number, mine in self._positions:
             theirs = original.param_groups[number]
             mine.update({k: v for k, v in theirs.items() if k != "params"})
-            mine.update(self._views.kernel(theirs))
+            mine.update(self._views.kernel(theirs, exact_foreach=self._exact_foreach))
 
     def step(self) -> None:
         """Update this view's parameters that have a gradient."""
@@ -195,12 +197,12 @@ class Views:
         for view in self._made:
             view.follow()
 
-    def kernel(self, group: dict[str, Any]) -> dict[str, Any]:
+    def kernel(self, group: dict[str, Any], *, exact_foreach: bool) -> dict[str, Any]:
         """The kernel settings to use for a group."""
         if self.fused is not None and "fused" in group:
             return {"fused": self.fused, "foreach": False if self.fused else group.get("foreach")}
         undecided = group.get("fused") is None and group.get("foreach") is None
-        if undecided and type(self.optimizer) in _SAME_AS_FOREACH:
+        if undecided and exact_foreach and type(self.optimizer) in _SAME_AS_FOREACH:
             return {"foreach": True}
         return {}
 
