@@ -292,7 +292,7 @@ def test_backward_twice_and_a_forgotten_step_are_named() -> None:
     with sapwood.Run(model, torch.optim.SGD(model.parameters(), **SGD)) as run:
         x, y = models.batch(0)
         models.loss_of(run.model(x), y).backward()
-        with pytest.raises(UsageError, match="run.step"):
+        with pytest.raises(UsageError, match=r"run\.step"):
             models.loss_of(run.model(x), y).backward()
         with pytest.raises(UsageError, match="checkpoint"):
             run.step()

@@ -40,7 +40,7 @@ class Ddp:
         self._wrapped = DistributedDataParallel(
             context.model,
             process_group=context.group.process_group,
-            broadcast_buffers=settings.broadcast_buffers,
+            forward_sync_buffers=settings.broadcast_buffers,
             gradient_as_bucket_view=True,
             bucket_cap_mb=settings.bucket_mb or 25.0,
         )
