@@ -20,6 +20,7 @@ from __future__ import annotations
 
 __all__ = [
     "ConfigError",
+    "DeadlineError",
     "FenceTimeout",
     "LaunchError",
     "MismatchError",
@@ -28,7 +29,6 @@ __all__ = [
     "RunFolderError",
     "SapwoodError",
     "SubscriberError",
-    "DeadlineError",
     "TraceError",
     "UsageError",
 ]

@@ -1,0 +1,360 @@
+"""Run: the user's handle on one training run.
+
+run = sapwood.Run(model, optimizer)          # group from the launcher; one rank works too
+for x, y in data:
+loss = loss_fn(run.model(x), y)
+loss.backward()                          # averages, updates and events happen in here
+run.step()                               # ends the step: waits, schedulers, events
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import platform
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sapwood import trace as tracing
+from sapwood._version import __version__
+from sapwood.errors import SapwoodError, UsageError
+from sapwood.events import EventBus, StepEnded
+from sapwood.runtime import faults
+from sapwood.runtime.folder import RunFolder, host_facts, new_run_id
+from sapwood.runtime.group import Group
+from sapwood.runtime.settings import UNSET, Resolved, resolve
+from sapwood.state import describe_model, named_buffers, named_parameters
+from sapwood.sync import (
+    Context,
+    Members,
+    Synchroniser,
+    SyncSettings,
+    SyncStats,
+    Views,
+    check_model,
+    choose_mode,
+    make_engine,
+)
+
+if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["Run", "RunSettings"]
+
+log = logging.getLogger(__name__)
+_PLAIN = (int, float, str, tuple, type(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """Where a run leaves its traces."""
+
+    folder: str | Path = "runs"
+    """The folder that holds the run's own folder."""
+    trace: bool = False
+    """Write spans and counters of every rank to ``<run>/trace``."""
+
+
+class Run:
+    """One training run: an engine, its events, its state, its trace and its folder.
+
+    Args:
+        model: the model, the same on every rank; rank 0's values are given to all.
+        optimizer: made from this model's parameters; it keeps all optimizer state.
+        schedulers: stepped at the end of each step (you may step yours yourself instead).
+        scaler: a ``torch.amp.GradScaler``; scale the loss with it, the rest is done in ``step``.
+        id: the run's id; made up if not given.
+        folder: where run folders are kept (default ``runs``).
+        trace: write a trace (default off).
+        settings: any field of ``SyncSettings``: engine, update, clip_grad_norm, fused, bucket_mb,
+            timeout, ... Each can also come from ``SAPWOOD_<NAME>`` or ``[sync]`` in sapwood.toml.
+
+    Attributes:
+        model: what to call in the training loop.
+        optimizer: the optimizer given.
+        events: subscribe here: ``run.events.subscribe(TensorUpdated, callback, name=...)``.
+        trace: leave spans of your own here.
+        step_count: steps ended so far; events of the n-th step say ``step=n``, from 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        schedulers: Sequence[LRScheduler] = (),
+        scaler: GradScaler | None = None,
+        id: str | None = None,
+        folder: str | Path = UNSET,
+        trace: bool = UNSET,
+        **settings: Any,
+    ) -> None:
+        """Join the group, check that all ranks hold the same, and install the engine."""
+        places = resolve(RunSettings, "run", {"folder": folder, "trace": trace})
+        sync = resolve(SyncSettings, "sync", settings)
+        self.optimizer = optimizer
+        self.events = EventBus()
+        self.schedulers = list(schedulers)
+        self.step_count = 0
+        self._closed = False
+        self._next_flush = 0.0
+        self.group = Group.join(check_model(model), timeout=sync.value.timeout)
+        try:
+            context = self._start(model, scaler, id, places, sync)
+        except BaseException as error:
+            self.group.board.post(f"{type(error).__name__}: {error}")
+            self.group.close()
+            raise
+        self._mode = context.mode
+        self.model = self._engine.model
+        self._at_exit = weakref.WeakMethod(self.close)
+        atexit.register(_close_at_exit, self._at_exit)
+
+    def _start(
+        self,
+        model: nn.Module,
+        scaler: GradScaler | None,
+        run_id: str | None,
+        places: Resolved[RunSettings],
+        sync: Resolved[SyncSettings],
+    ) -> Context:
+        group = self.group
+        names, parameters = Members(model, self.optimizer).read()
+        mode, reason = choose_mode(
+            self.optimizer,
+            sync.value.update,
+            clips=sync.value.clip_grad_norm is not None,
+            scales=scaler is not None and scaler.is_enabled(),
+        )
+        log.info("updates are %s: %s", mode, reason)
+        group.check_same("model", describe_model(model))
+        group.check_same("optimizer or settings", self._lines(mode, sync.value))
+        _give_rank0_values(group, model)
+        self.id = group.share_text("run id", run_id or new_run_id())
+        self._place = RunFolder(places.value.folder, self.id)
+        if group.rank == 0:
+            self._place.create(_facts(group, mode, places, sync))
+            self._place.status("running", 0)
+        group.share_text("run folder", "made")
+        self.trace: tracing.Tracer = tracing.OFF
+        if places.value.trace:
+            self.trace = tracing.open_trace(
+                self._place.trace_file(group.rank),
+                rank=group.rank,
+                world=group.world,
+                run_id=self.id,
+            )
+        context = Context(
+            model=model,
+            names=names,
+            parameters=parameters,
+            views=Views(self.optimizer, sync.value.fused, mode),
+            mode=mode,
+            scaler=scaler,
+            group=group,
+            events=self.events,
+            trace=self.trace,
+            settings=sync.value,
+        )
+        self._views = context.views
+        self._engine: Synchroniser = make_engine(context)
+        self._engine.attach()
+        return context
+
+    # -- what a training loop needs ----------------------------------------------------------
+
+    def step(self) -> StepEnded:
+        """End the step: wait for averages and updates, step schedulers, announce the new state.
+
+        Raises:
+            SubscriberError: a subscriber raised since the last step; the step itself is complete.
+            PeerFailed: another rank failed, died or left.
+        """
+        self._check_open()
+        faults.point("run.step", step=self.step_count + 1)
+        outcome = self._engine.finish()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.step_count += 1
+        ended = StepEnded(
+            step=self.step_count, skipped=outcome.skipped, grad_norm=outcome.grad_norm
+        )
+        self.events.publish(ended)
+        if self.trace.on:
+            self.trace.instant("step_ended", step=self.step_count)
+            self._flush_trace()
+        if self.group.rank == 0:
+            self._place.status("running", self.step_count, now=False)
+        self.events.raise_pending()
+        return ended
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, backward only adds to the local gradients; the first one outside averages all."""
+        before = self._engine.accumulating
+        self._engine.accumulating = True
+        try:
+            yield
+        finally:
+            self._engine.accumulating = before
+
+    def wait(self) -> None:
+        """Wait until this step's gradients are averaged; ``p.grad`` then holds the averages."""
+        self._check_open()
+        self._engine.wait()
+
+    # -- what others want to know ------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.group.rank
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.group.world
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return self._place.path
+
+    @property
+    def update_mode(self) -> str:
+        """``layerwise`` (during backward), ``deferred`` or ``whole`` (after it)."""
+        return self._mode
+
+    @property
+    def buckets(self) -> tuple[tuple[str, ...], ...]:
+        """Names by bucket; empty before the first backward."""
+        return self._engine.buckets
+
+    @property
+    def stats(self) -> SyncStats:
+        """Counts and times of the engine."""
+        return self._engine.stats
+
+    def generation(self, name: str) -> int:
+        """How often the parameter ``name`` was updated in this run."""
+        return self._engine.generation(name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name."""
+        return {**named_parameters(self.model), **named_buffers(self.model)}
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the group, end threads, complete the run folder; calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(_close_at_exit)
+        error = error or self.group.board.uncaught
+        if error is None:
+            self.group.leave(self.step_count)
+        else:
+            self.group.board.post(f"{type(error).__name__}: {error}")
+        self._engine.close()
+        self._views.release()
+        self.trace.close()
+        if self.group.rank == 0:
+            state = "ended" if error is None else "failed"
+            text = None if error is None else f"{type(error).__name__}: {error}"
+            self._place.status(state, self.step_count, text)
+        self.group.close()
+
+    def __enter__(self) -> Run:
+        """Close at the end of a ``with`` block."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close, telling the others if an exception ends the block."""
+        self.close(error)
+
+    def _flush_trace(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_flush:
+            self._next_flush = now + 1.0
+            self.trace.flush()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"run {self.id} is closed; make a new Run to go on training")
+
+    def _lines(self, mode: str, settings: SyncSettings) -> list[str]:
+        lines = [f"optimizer {type(self.optimizer).__name__}, updates {mode}"]
+        for number, group in enumerate(self.optimizer.param_groups):
+            plain = {
+                k: v
+                for k, v in group.items()
+                if isinstance(v, (int, float, str, tuple, type(None)))
+            }
+            lines.append(f"group {number}: {len(group['params'])} parameters, {plain}")
+        lines += [f"{k} = {v!r}" for k, v in dataclasses.asdict(settings).items()]
+        return lines
+
+
+def _close_at_exit(method: weakref.WeakMethod[Any]) -> None:
+    close = method()
+    if close is not None:
+        try:
+            close()
+        except SapwoodError as error:
+            log.error("while closing at exit: %s", error)
+
+
+def _give_rank0_values(group: Group, model: nn.Module) -> None:
+    """What DDP does too: all ranks start from rank 0's parameters and buffers."""
+    if group.world == 1:
+        return
+    tensors = [
+        t.detach() for t in (*named_parameters(model).values(), *named_buffers(model).values())
+    ]
+    sent = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+    for pending in [group.broadcast(t, "sending rank 0's values") for t in sent]:
+        pending.wait()
+    for tensor, value in zip(tensors, sent, strict=True):
+        if tensor is not value:
+            tensor.copy_(value)
+
+
+def _facts(
+    group: Group, mode: str, places: Resolved[RunSettings], sync: Resolved[SyncSettings]
+) -> dict[str, Any]:
+    config = {}
+    for resolved in (places, sync):
+        for name, value in dataclasses.asdict(resolved.value).items():
+            entry = {"value": value, "origin": resolved.origins[name]}
+            config[name] = entry
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world": group.world,
+        "host": host_facts(),
+        "versions": {
+            "sapwood": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "config": config,
+        "layout": {"update": mode, "launcher": group.launch.launcher},
+    }

@@ -1,0 +1,59 @@
+"""The stream that background updates run on; on the CPU there is none and nothing to order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Lane"]
+
+
+class StreamMarker:
+    """A point in a lane's stream."""
+
+    def __init__(self, module: Any, event: Any) -> None:
+        """``module`` is torch.cuda or its like; ``event`` was recorded on the lane."""
+        self._module = module
+        self._event = event
+
+    def wait(self) -> None:
+        """Make the calling thread's current stream wait for this point."""
+        self._module.current_stream().wait_event(self._event)
+
+
+class Lane:
+    """Orders work of a background thread against the training thread's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make a stream on ``device`` if it has streams."""
+        self._module: Any = None
+        self._stream: Any = None
+        if device.type != "cpu":
+            self._module = torch.get_device_module(device)
+            self._stream = self._module.Stream(device=device)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run the block's kernels on this lane."""
+        if self._stream is None:
+            yield
+            return
+        with self._module.stream(self._stream):
+            yield
+
+    def mark(self) -> StreamMarker | None:
+        """The point this lane has reached; None where there are no streams."""
+        if self._stream is None:
+            return None
+        event = self._module.Event()
+        event.record(self._stream)
+        return StreamMarker(self._module, event)
+
+    def join(self) -> None:
+        """Make the current stream wait for everything on this lane."""
+        marker = self.mark()
+        if marker is not None:
+            marker.wait()

@@ -1,0 +1,128 @@
+"""A run on disk: ``runs/<id>/`` with run.toml, status.json and trace/.
+
+Whatever looks at a run needs only this folder. Files are replaced whole, never half written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sapwood.errors import RunFolderError
+
+__all__ = ["RunFolder", "new_run_id", "process_start"]
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_STATUS_EVERY = 1.0
+
+
+def new_run_id() -> str:
+    """Sortable by time, and hard to guess twice: ``20261116-0042-3f9a1c``."""
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M-") + secrets.token_hex(3)
+
+
+def process_start(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot: with its id, unique on a host."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+class RunFolder:
+    """The folder of one run; rank 0 writes run.toml and status.json, every rank its own trace."""
+
+    def __init__(self, root: Path | str, run_id: str) -> None:
+        """Name the folder; nothing is made yet."""
+        if not _ID.fullmatch(run_id):
+            raise RunFolderError(
+                f"the run id {run_id!r} cannot be a folder name; use letters, digits, '.', '_', "
+                "'-', at most 100 of them"
+            )
+        self.id = run_id
+        self.path = Path(root) / run_id
+        self._next_status = 0.0
+
+    def create(self, facts: Mapping[str, Any]) -> None:
+        """Make the folder and write run.toml.
+
+        Raises:
+            RunFolderError: the id is taken, or the folder cannot be made.
+        """
+        try:
+            (self.path / "trace").mkdir(parents=True, exist_ok=True)
+            if (self.path / "run.toml").exists():
+                raise RunFolderError(
+                    f"{self.path} already holds a run; choose another id, or leave id= away"
+                )
+            _replace(self.path / "run.toml", to_toml({"id": self.id, **facts}))
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write the run folder {self.path}: {error.strerror}; give folder= a place "
+                "you may write to, or set SAPWOOD_FOLDER"
+            ) from error
+
+    def status(self, state: str, step: int, error: str | None = None, *, now: bool = True) -> None:
+        """Write status.json; with ``now=False`` at most once a second."""
+        clock = time.monotonic()
+        if not now and clock < self._next_status:
+            return
+        self._next_status = clock + _STATUS_EVERY
+        entry: dict[str, Any] = {"state": state, "step": step, "time": time.time()}
+        if error is not None:
+            entry["error"] = error
+        _replace(self.path / "status.json", json.dumps(entry))
+
+    def trace_file(self, rank: int) -> Path:
+        """Where a rank's trace goes."""
+        return self.path / "trace" / f"rank-{rank}.jsonl"
+
+
+def host_facts() -> dict[str, Any]:
+    """Which process on which host is rank 0: lets others see whether a run still lives."""
+    pid = os.getpid()
+    return {"name": platform.node(), "pid": pid, "started": process_start(pid) or 0}
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
+    """Write plain values and nested tables as TOML; ``None`` is left out, as TOML has no null."""
+    plain = [
+        f"{_key(k)} = {_value(v)}"
+        for k, v in table.items()
+        if not isinstance(v, Mapping) and v is not None
+    ]
+    parts = ["\n".join(plain)] if plain else []
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            name = f"{prefix}{_key(key)}"
+            parts.append(f"[{name}]\n" + to_toml(value, f"{name}."))
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
+    return json.dumps(str(value))

@@ -1,0 +1,270 @@
+"""The ranks that train one model, and waiting for them without ever hanging."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sapwood.errors import MismatchError, PeerFailed, SapwoodError
+from sapwood.runtime.failure import FailureBoard
+from sapwood.runtime.launch import Launch, detect
+from sapwood.runtime.rendezvous import meet
+from sapwood.runtime.stores import HashStore, PrefixStore, Store
+
+__all__ = ["Group", "Pending"]
+
+_POLL = timedelta(seconds=1)
+# How long a rank whose connection broke looks for the reason the failed rank may be writing.
+_GRACE = 2.0
+# How long rank 0 keeps the store open for ranks that end later.
+_FAREWELL = 30.0
+
+_made = 0
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, group: Group, work: dist.Work | None, what: str) -> None:
+        """``what`` names the collective in errors."""
+        self._group = group
+        self._work = work
+        self._what = what
+
+    def wait(self) -> None:
+        """Wait for the result; a peer's failure is raised here, never waited out.
+
+        Raises:
+            PeerFailed: a peer failed, died, left, or was silent for the group's timeout.
+        """
+        if self._work is None:
+            return
+        if self._group.device.type != "cpu":
+            # An accelerator's work orders the current stream; its own watchdog sees dead peers.
+            self._work.wait()
+            return
+        deadline = time.monotonic() + self._group.timeout
+        while True:
+            try:
+                self._work.wait(_POLL)
+                return
+            except RuntimeError as error:
+                if self._work.is_completed():
+                    raise self._group.explain(self._what, error) from error
+                self._group.check_peers(self._what)
+                if time.monotonic() > deadline:
+                    raise self._group.silent(self._what) from error
+
+
+class Group:
+    """The ranks that train one model together; a group of one needs no process group at all."""
+
+    def __init__(
+        self, launch: Launch, device: torch.device, store: Store, *, timeout: float
+    ) -> None:
+        """Use ``Group.join``."""
+        self.launch = launch
+        self.rank = launch.rank
+        self.world = launch.world
+        self.device = device
+        self.timeout = timeout
+        self.store = store
+        self.board = FailureBoard(store, launch.rank)
+        self.process_group: dist.ProcessGroup | None = None
+        self._owns_world = False
+        self._rounds = 0
+        self.step = 0
+        """The step this rank is in: whoever left earlier is missed."""
+
+    @classmethod
+    def join(cls, device: torch.device, *, timeout: float) -> Group:
+        """Find the group from torch.distributed if it is initialised, else from the launcher."""
+        global _made
+        _made += 1
+        started = not dist.is_initialized()
+        launch = detect() if started else _launch_of_world()
+        if started and launch.world == 1:
+            alone = cls(launch, device, HashStore(), timeout=timeout)
+            alone.board.watch_uncaught()
+            return alone
+        if started:
+            _init_world(launch, device, timeout)
+        prefix = f"sapwood/{launch.job}/{_made}"
+        store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        group = cls(launch, device, store, timeout=timeout)
+        group._owns_world = started
+        # Its own communicator, so that what users send on theirs cannot come between.
+        group.process_group = dist.new_group(timeout=timedelta(seconds=timeout))
+        group.board.watch_uncaught()
+        return group
+
+    def all_reduce(
+        self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        """Reduce ``tensor`` in place over the group, in the background."""
+        if self.process_group is None:
+            return Pending(self, None, what)
+        try:
+            work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
+        except RuntimeError as error:
+            raise self.explain(what, error) from error
+        return Pending(self, work, what)
+
+    def broadcast(self, tensor: Tensor, what: str) -> Pending:
+        """Give every rank rank 0's ``tensor``, in place, in the background."""
+        if self.process_group is None:
+            return Pending(self, None, what)
+        try:
+            work = dist.broadcast(tensor, src=0, group=self.process_group, async_op=True)
+        except RuntimeError as error:
+            raise self.explain(what, error) from error
+        return Pending(self, work, what)
+
+    def share_text(self, key: str, text: str) -> str:
+        """Rank 0's ``text``, on every rank."""
+        if self.world == 1:
+            return text
+        if self.rank == 0:
+            self.store.set(key, text)
+        return self._get(key, f"waiting for rank 0's {key}").decode()
+
+    def check_same(self, what: str, lines: Sequence[str]) -> None:
+        """Raise on every rank, naming the first difference, unless all ranks pass equal lines.
+
+        Raises:
+            MismatchError: some rank's lines differ from rank 0's.
+        """
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+        odd = self.compare_with_rank0(f"comparing the {what}", digest, json.dumps(list(lines)))
+        if not odd:
+            return
+        first = min(rank for rank in odd if rank)
+        text = _first_difference(json.loads(odd[0]), json.loads(odd[first]), first)
+        ranks = f"rank {first}" if len(odd) == 2 else f"{len(odd) - 1} ranks"
+        raise MismatchError(
+            f"the {what} of {ranks} is not that of rank 0. First difference: {text}. Build the "
+            "same on every rank, for instance from the same arguments and before anything that "
+            "depends on the rank"
+        )
+
+    def compare_with_rank0(self, what: str, brief: str, whole: str) -> dict[int, str]:
+        """Who differs from rank 0: empty if nobody, else rank 0's and the others' ``whole`` texts.
+
+        It goes through the store, not through collectives, so that a rank that does something else
+        meanwhile causes a timeout and not a message of an unexpected size.
+        """
+        if self.world == 1:
+            return {}
+        self._rounds += 1
+        key = f"round-{self._rounds}"
+        if self.rank == 0:
+            self.store.set(f"{key}/whole", whole)
+            self.store.set(f"{key}/brief", brief)
+        elif self._get(f"{key}/brief", what).decode() != brief:
+            place = self.store.add(f"{key}/odd", 1)
+            self.store.set(f"{key}/odd/{place}", json.dumps([self.rank, whole]))
+        if self.store.add(f"{key}/arrived", 1) == self.world:
+            self.store.set(f"{key}/all", "1")
+        self._get(f"{key}/all", what)
+        count = self.store.add(f"{key}/odd", 0)
+        if not count:
+            return {}
+        entries = [json.loads(self._get(f"{key}/odd/{n}", what)) for n in range(1, count + 1)]
+        return {0: self._get(f"{key}/whole", what).decode(), **dict(entries)}
+
+    def _get(self, key: str, what: str) -> bytes:
+        deadline = time.monotonic() + self.timeout
+        while time.monotonic() < deadline:
+            try:
+                self.store.wait([key], _POLL)
+            except dist.DistNetworkError as error:
+                raise self.explain(what, error) from error
+            except dist.DistStoreError:
+                self.check_peers(what)
+                continue
+            value: bytes = self.store.get(key)
+            return value
+        raise self.silent(what)
+
+    def check_peers(self, what: str) -> None:
+        """Raise if a peer has left word of its failure."""
+        failure = self.board.read(self.step)
+        if failure is not None:
+            raise PeerFailed(f"while {what}: {failure}", rank=failure.rank)
+
+    def explain(self, what: str, error: Exception) -> SapwoodError:
+        """The error to raise for a collective that broke: the peer's own words if it left any."""
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline:
+            failure = self.board.read(self.step)
+            if failure is not None:
+                return PeerFailed(f"while {what}: {failure}", rank=failure.rank)
+            time.sleep(0.05)
+        if "timed out" in str(error).lower():
+            return self.silent(what)
+        first_line = str(error).partition("\n")[0]
+        message = f"lost another rank while {what}: it died or was killed ({first_line})"
+        self.board.post(message)
+        return PeerFailed(message)
+
+    def silent(self, what: str) -> PeerFailed:
+        """The error for a peer that said nothing for the whole timeout."""
+        message = (
+            f"another rank has not answered for {self.timeout:g} s while {what}; it is stopped, "
+            "stuck, or took another way through the program (raise timeout= if it is only slow)"
+        )
+        self.board.post(message)
+        return PeerFailed(message)
+
+    def leave(self, step: int) -> None:
+        """This rank has done its part; rank 0, which may host the store, lets the others finish."""
+        self.board.leave(step)
+        if self.world == 1:
+            return
+        try:
+            if self.store.add("left-count", 1) == self.world:
+                self.store.set("all-left", "1")
+            if self.rank == 0:
+                self.store.wait(["all-left"], timedelta(seconds=min(self.timeout, _FAREWELL)))
+        except dist.DistError:  # the others are gone, or busy for longer than we care to wait
+            return
+
+    def close(self) -> None:
+        """Leave; the process group is ended only if this object began it."""
+        self.board.unwatch()
+        if self.process_group is not None and dist.is_initialized():
+            dist.destroy_process_group(None if self._owns_world else self.process_group)
+        self.process_group = None
+
+
+def _launch_of_world() -> Launch:
+    known = detect()
+    if known.world == dist.get_world_size() and known.rank == dist.get_rank():
+        return known
+    return Launch(launcher="none", rank=dist.get_rank(), world=dist.get_world_size())
+
+
+def _init_world(launch: Launch, device: torch.device, timeout: float) -> None:
+    backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
+    dist.init_process_group(
+        backend,
+        store=meet(launch, timeout),
+        rank=launch.rank,
+        world_size=launch.world,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _first_difference(here: list[str], there: list[str], rank: int) -> str:
+    for mine, theirs in zip_longest(here, there, fillvalue="nothing more"):
+        if mine != theirs:
+            return f"rank 0 has [{mine}], rank {rank} has [{theirs}]"
+    return "none"  # unreachable: the digests differed

@@ -1,0 +1,19 @@
+"""Averaging gradients and updating weights layer by layer, with an event for each update."""
+
+from sapwood.sync.base import Context, StepOutcome, Synchroniser, SyncSettings, SyncStats
+from sapwood.sync.engines import make_engine
+from sapwood.sync.members import Members, check_model
+from sapwood.sync.optim import Views, choose_mode
+
+__all__ = [
+    "Context",
+    "Members",
+    "StepOutcome",
+    "SyncSettings",
+    "SyncStats",
+    "Synchroniser",
+    "Views",
+    "check_model",
+    "choose_mode",
+    "make_engine",
+]

@@ -1,0 +1,194 @@
+"""DistributedDataParallel with a communication hook: for compatibility, and as a reference.
+
+DDP owns the buckets (one large one in the first step, its own from the second on), the order and
+the waiting: ``backward`` returns only when everything is averaged and applied. Parameters without
+a gradient are DDP's error. Update arithmetic, fences and events are the same as in ``layerwise``.
+"""
+
+# No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sapwood.errors import UsageError
+from sapwood.events import PlanChanged
+from sapwood.runtime import faults
+from sapwood.runtime.group import Pending
+from sapwood.runtime.stores import GradBucket
+from sapwood.runtime.worker import Worker
+from sapwood.sync.base import Context, StepOutcome, SyncStats
+from sapwood.sync.buffers import BufferSync
+from sapwood.sync.deferred import apply_all
+from sapwood.sync.optim import OptimizerView
+from sapwood.sync.updates import Ready, Updater
+
+__all__ = ["Ddp"]
+
+
+class Ddp:
+    """DDP averages; Sapwood updates and announces. Fulfils ``Synchroniser``."""
+
+    def __init__(self, context: Context) -> None:
+        """Wrap the model; ``attach`` installs the hook."""
+        settings = context.settings
+        self.stats = SyncStats()
+        self._context = context
+        self._wrapped = DistributedDataParallel(
+            context.model,
+            process_group=context.group.process_group,
+            broadcast_buffers=settings.broadcast_buffers,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=settings.bucket_mb or 25.0,
+        )
+        self.model: nn.Module = self._wrapped
+        self._index = {id(p): i for i, p in enumerate(context.parameters)}
+        self._updater = Updater(context, self.stats)
+        self._buffers = BufferSync(context, local=True)
+        self._worker = Worker("sapwood-update")
+        self._views: dict[tuple[int, ...], OptimizerView] = {}
+        self._layout: list[tuple[int, ...]] = []
+        self._ready: list[Ready] = []
+        self._error: BaseException | None = None
+        self._in_step = False
+        self._updated_at: list[int] = []
+        self._last_gradient = 0
+
+    @property
+    def accumulating(self) -> bool:
+        """While True, backward only adds to the local gradients."""
+        return not self._wrapped.require_backward_grad_sync
+
+    @accumulating.setter
+    def accumulating(self, value: bool) -> None:
+        self._wrapped.require_backward_grad_sync = not value
+
+    @property
+    def buckets(self) -> tuple[tuple[str, ...], ...]:
+        """Names by bucket, as DDP laid them out in the last step."""
+        return tuple(tuple(self._context.names[i] for i in b) for b in self._layout)
+
+    def attach(self) -> None:
+        """Register the communication hook."""
+        self._wrapped.register_comm_hook(None, self._hook)
+        self._handle = self._wrapped.register_forward_hook(self._after_forward)
+
+    def generation(self, name: str) -> int:
+        """How often a parameter was updated."""
+        return self._updater.generations[name]
+
+    def wait(self) -> None:
+        """DDP has waited inside backward; this raises what went wrong there."""
+        self._worker.drain(self._context.settings.timeout)
+        self._updater.lane.join()
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> StepOutcome:
+        """End the step."""
+        self.wait()
+        if not self._in_step:
+            raise UsageError(
+                "run.step() was called without a backward(); with engine='ddp' every rank must "
+                "call backward() in every step"
+            )
+        outcome = StepOutcome(skipped=not self._ready)
+        if self._context.mode != "layerwise":
+            outcome = apply_all(self._context, self._updater, self._ready)
+        self._note_layout()
+        early = sum(at < self._last_gradient for at in self._updated_at)
+        self.stats.steps += 1
+        self.stats.early_updates += early
+        self.stats.last_early_share = early / max(len(self._updated_at), 1)
+        for parameter in self._context.parameters:
+            parameter.grad = None
+        self._ready, self._updated_at, self._in_step = [], [], False
+        self._updater.step += 1
+        return outcome
+
+    def close(self) -> None:
+        """End the worker; the hook goes with the wrapper."""
+        self._handle.remove()
+        self._worker.close(timeout=5.0)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module.training and torch.is_grad_enabled() and not self.accumulating:
+            self._buffers.announce_local(self._updater.step)
+
+    def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            self._begin()
+        group = self._context.group
+        flat = bucket.buffer().mul_(1.0 / group.world)
+        faults.point("sync.launch", step=self._updater.step, bucket=bucket.index())
+        self._last_gradient = launched = time.perf_counter_ns()
+        pending = group.all_reduce(flat, f"averaging bucket {bucket.index()}")
+        indices = [self._index[id(p)] for p in bucket.parameters()]
+        number = bucket.index()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._worker.submit(lambda: self._reduced(number, indices, pending, flat, future, launched))
+        return future
+
+    def _begin(self) -> None:
+        if self._in_step:
+            raise UsageError(
+                "backward() was called again before run.step() ended the step; call run.step() "
+                "after each backward(), and wrap all but the last in `with run.accumulate():`"
+            )
+        self._in_step = True
+        self._context.views.follow()
+
+    def _reduced(
+        self,
+        number: int,
+        indices: Sequence[int],
+        pending: Pending,
+        flat: torch.Tensor,
+        future: "torch.futures.Future[torch.Tensor]",
+        launched: int,
+    ) -> None:
+        # A future that is never set would leave DDP waiting for ever, so errors go into it.
+        try:
+            with self._updater.lane.active():
+                pending.wait()
+                if self._context.trace.on:
+                    self._context.trace.complete(
+                        "reduce",
+                        launched,
+                        time.perf_counter_ns(),
+                        lane="comm",
+                        step=self._updater.step,
+                        bucket=number,
+                        bytes=flat.numel() * flat.element_size(),
+                    )
+                ready = Ready(number, self._view(indices), indices)
+                self._ready.append(ready)
+                if self._context.mode == "layerwise":
+                    self._updated_at.append(self._updater.update(ready))
+            future.set_result(flat)
+        except Exception as error:
+            self._error = self._error or error
+            self._context.group.board.post(f"{type(error).__name__}: {error}")
+            future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+
+    def _view(self, indices: Sequence[int]) -> OptimizerView:
+        key = tuple(indices)
+        if key not in self._views:
+            self._updater.pass_all_fences()
+            parameters = [self._context.parameters[i] for i in indices]
+            self._views[key] = self._context.views.of(parameters)
+        return self._views[key]
+
+    def _note_layout(self) -> None:
+        layout = [tuple(r.indices) for r in sorted(self._ready, key=lambda r: r.bucket)]
+        if layout == self._layout:
+            return
+        self._layout = layout
+        self._views = {key: view for key, view in self._views.items() if key in layout}
+        self.stats.plans += 1
+        self._context.events.publish(
+            PlanChanged(step=self._updater.step, buckets=self.buckets, reason="DDP's own buckets")
+        )

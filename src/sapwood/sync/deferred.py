@@ -1,0 +1,58 @@
+"""Updates after backward, for what needs all gradients: clipping, scaling, foreign optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sapwood.sync.base import Context, StepOutcome
+from sapwood.sync.updates import Ready, Updater
+
+__all__ = ["apply_all"]
+
+
+def apply_all(context: Context, updater: Updater, ready: Sequence[Ready]) -> StepOutcome:
+    """Unscale, clip, then update bucket by bucket, with the same events as during backward."""
+    if not ready:
+        return StepOutcome(skipped=True)
+    overflow = _unscale(context)
+    norm = _clip(context)
+    if not overflow:
+        _update(context, updater, ready)
+    if context.scaler is not None:
+        context.scaler.update()
+    return StepOutcome(skipped=overflow, grad_norm=norm)
+
+
+def _unscale(context: Context) -> bool:
+    """Divide gradients by the scale; whether any is inf or NaN (the same on every rank)."""
+    scaler = context.scaler
+    if scaler is None or not scaler.is_enabled():
+        return False
+    optimizer = context.views.optimizer
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if not state["found_inf_per_device"]:  # the user may have called unscale_ before us
+        scaler.unscale_(optimizer)
+    found = scaler._found_inf_per_device(optimizer)
+    return any(value.item() > 0 for value in found.values())
+
+
+def _clip(context: Context) -> float | None:
+    limit = context.settings.clip_grad_norm
+    if limit is None:
+        return None
+    return float(torch.nn.utils.clip_grad_norm_(context.parameters, limit))
+
+
+def _update(context: Context, updater: Updater, ready: Sequence[Ready]) -> None:
+    if context.mode == "whole":
+        updater.pass_all_fences()
+        context.views.whole_step()
+        for bucket in ready:
+            updater.announce(bucket.bucket, bucket.indices)
+        return
+    context.views.before_step()
+    for bucket in ready:
+        updater.update(bucket)
+    context.views.after_step()

@@ -1,0 +1,513 @@
+"""The layer-wise engine: average buckets during backward, update each as soon as it is averaged.
+
+    gradient ready (hook) ─> copied into its bucket ─> bucket full and it is its turn ─> all-reduce
+    worker: wait for the sum ─> wait for the bucket's fence ─> optimizer ─> TensorUpdated
+
+Every rank sends, in every step: rank 0's buffers, every bucket of the plan in order, and, only when
+the flags of the last bucket say that some rank has one, the gradients outside the plan. A step that
+does not fit the plan is completed at the end of backward with zeros and cleared flags, so no rank
+ever waits for a collective another rank does not send.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from sapwood.errors import PeerFailed, UsageError
+from sapwood.events import PlanChanged
+from sapwood.runtime import faults
+from sapwood.runtime.group import Pending
+from sapwood.runtime.worker import Worker
+from sapwood.sync.base import Context, StepOutcome, SyncStats
+from sapwood.sync.bucket import Bucket, Slot
+from sapwood.sync.buffers import BufferSync
+from sapwood.sync.deferred import apply_all
+from sapwood.sync.guard import BackwardGuard
+from sapwood.sync.hazards import SavedWeightWatch, can_watch
+from sapwood.sync.members import Members
+from sapwood.sync.order import graph_roots, ready_order
+from sapwood.sync.plan import Plan, agree_order, lay_out
+from sapwood.sync.replan import Replanner
+from sapwood.sync.updates import Updater
+
+__all__ = ["Layerwise"]
+
+log = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., Any])
+
+_NOT_PLANNED, _DISORDER = 0, 1  # places of the status flags in the last bucket
+
+
+def _not_compiled(hook: F) -> F:
+    """Keep torch.compile out of a hook, without importing the compiler to say so."""
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook
+
+
+class _Phase(enum.Enum):
+    IDLE = "between steps"
+    BACKWARD = "in back-propagation"
+    REDUCING = "after back-propagation"
+    BROKEN = "broken"
+
+
+class Layerwise:
+    """Sapwood's own reducer; see the module's text. Fulfils ``Synchroniser``."""
+
+    def __init__(self, context: Context) -> None:
+        """Prepare; ``attach`` installs the hooks."""
+        self.model = context.model
+        self.stats = SyncStats()
+        self.accumulating = False
+        self._context = context
+        self._members = Members(context.model, context.views.optimizer)
+        self._updater = Updater(context, self.stats)
+        self._buffers = BufferSync(context)
+        self._worker = Worker("sapwood-update", on_error=self._tell_peers)
+        self._replanner = Replanner(context.settings.replan_after)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._phase = _Phase.IDLE
+        self._plan: Plan | None = None
+        self._planned: list[Bucket] = []
+        self._dormant: Bucket | None = None
+        self._slots: list[Slot] = []
+        self._next = 0
+        self._roots: list[Node] = []
+        self._fired: list[int] = []
+        self._disorder = False
+        self._watch: SavedWeightWatch | None = None
+        self._watched = not can_watch(context.model)
+        self._late: set[int] = set()
+        self._withheld: list[Bucket] = []
+        self._forward_start = self._forward_end = self._last_gradient = 0
+        self._updated_at: list[int] = []
+        self._absent: list[int] = []
+        self._woken: list[int] = []
+
+    # -- the contract ------------------------------------------------------------------------
+
+    @property
+    def buckets(self) -> tuple[tuple[str, ...], ...]:
+        """Names by bucket; empty before the first backward."""
+        return tuple(b.names for b in self._planned if b.slots)
+
+    def attach(self) -> None:
+        """Install hooks on the model and its parameters."""
+        for index, parameter in enumerate(self._context.parameters):
+            hook = self._gradient_hook(index)
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+        self._handles += [
+            self.model.register_forward_pre_hook(self._before_forward),
+            self.model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    def wait(self) -> None:
+        """Wait until this step's gradients are averaged (and, if layer-wise, applied)."""
+        self._check()
+        settings = self._context.settings
+        # The worker bounds each of its own waits, so this bound is only for a fault in it.
+        patience = (settings.timeout + settings.fence_timeout) * (len(self._planned) + 2)
+        self._worker.drain(patience)
+        self._updater.lane.join()
+
+    def finish(self) -> StepOutcome:
+        """End the step. Without a backward this rank takes part with no gradients of its own."""
+        self._check()
+        if self._phase is _Phase.IDLE:
+            self._begin()
+            self._end()
+        start = time.perf_counter_ns()
+        self.wait()
+        self.stats.wait_seconds += (time.perf_counter_ns() - start) / 1e9
+        self._trace_span("wait", start)
+        outcome = self._apply()
+        self._count()
+        for bucket in self._all_buckets():
+            bucket.clear()
+            bucket.reset()
+        self._phase = _Phase.IDLE
+        self._updater.step += 1
+        return outcome
+
+    def close(self) -> None:
+        """Remove hooks and end the worker."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._worker.close(timeout=self._context.settings.timeout if self._healthy() else 1.0)
+
+    def generation(self, name: str) -> int:
+        """How often a parameter was updated."""
+        return self._updater.generations[name]
+
+    # -- forward -----------------------------------------------------------------------------
+
+    @_not_compiled
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        self._check()
+        if self._phase is _Phase.REDUCING:
+            self.wait()  # weights must not change under a forward
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        self._follow_membership()
+        if not self._watched and self._plan is None and self._watch is None:
+            self._watch = SavedWeightWatch(self._context.parameters, self._complete)
+        if self._watch is not None and self._phase is _Phase.IDLE:
+            self._watch.start()
+        self._forward_start = time.perf_counter_ns()
+
+    @_not_compiled
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        if not (module.training and torch.is_grad_enabled()) or output is None:
+            return
+        self._forward_end = time.perf_counter_ns()
+        self._trace_span("forward", self._forward_start, self._forward_end)
+        if not self.accumulating:
+            if self._plan is None:
+                self._roots += graph_roots(output)
+            self._buffers.announce_local(self._updater.step)
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if self.accumulating and self._phase is _Phase.IDLE:
+                return
+            if self._phase is not _Phase.BACKWARD:
+                self._begin(BackwardGuard(self._end, self._aborted))
+            slot = self._slots[index]
+            if slot.filled:
+                raise self._broken(_twice(slot.name))
+            gradient = parameter.grad
+            assert gradient is not None
+            self._fired.append(index)
+            self._last_gradient = time.perf_counter_ns()
+            self._take(slot, gradient)
+
+        return hook
+
+    def _take(self, slot: Slot, gradient: Tensor) -> None:
+        bucket = slot.bucket
+        if bucket is self._dormant:
+            slot.filled = True
+            return
+        bucket.fill(slot, gradient)
+        if not bucket.missing:
+            if bucket.number != self._next:
+                self._disorder = True
+            # The last bucket waits for the end of backward: its status flags are known only then.
+            while self._next < len(self._planned) - 1 and not self._planned[self._next].missing:
+                self._launch(self._planned[self._next])
+
+    def _begin(self, guard: BackwardGuard | None = None) -> None:
+        self._check()
+        if self._phase is _Phase.REDUCING:
+            raise self._broken(_FORGOTTEN)
+        if guard is not None:
+            guard.arm()
+        self._phase = _Phase.BACKWARD
+        self._context.group.step = self._updater.step
+        if self._plan is None or self._replanner.reason is not None:
+            self._make_plan()
+        self._fired, self._updated_at, self._absent, self._woken = [], [], [], []
+        self._next, self._disorder = 0, False
+        self._context.views.follow()
+        pending = self._buffers.launch()
+        if pending is not None:
+            self._worker.submit(lambda: self._buffers_arrived(pending))
+
+    def _buffers_arrived(self, pending: Pending) -> None:
+        pending.wait()
+        self._buffers.arrived(self._updater.step)
+
+    def _launch(self, bucket: Bucket, status: tuple[float, ...] = ()) -> None:
+        self._next = bucket.number + 1
+        bucket.seal(status)
+        bucket.note_versions()
+        step = self._updater.step
+        faults.point("sync.launch", step=step, bucket=bucket.number)
+        launched = time.perf_counter_ns()
+        if bucket.flat is None:
+            self._worker.submit(lambda: self._averaged(bucket))
+            return
+        pending = self._context.group.all_reduce(
+            bucket.flat, f"averaging bucket {bucket.number} of step {step} ({_shown(bucket)})"
+        )
+        self._worker.submit(lambda: self._reduced(bucket, pending, launched))
+
+    def _end(self) -> None:
+        """Backward is over: send what is left, complete or not."""
+        self._trace_span("backward", self._forward_end)
+        if self._context.trace.on:
+            self._context.trace.instant("backward_last_gradient", step=self._updater.step)
+        status = (float(self._dormant_used()), float(self._disorder))
+        for bucket in self._planned[self._next : -1]:
+            self._launch(bucket)
+        self._launch(self._planned[-1], status)
+        self._phase = _Phase.REDUCING
+        self._settle_watch()
+        self._worker.submit(self._update_withheld)
+        if self._context.mode != "layerwise":
+            self.wait()  # users may look at, or clip, the averaged gradients before step()
+
+    def _dormant_used(self) -> bool:
+        assert self._dormant is not None
+        return any(s.parameter.grad is not None for s in self._dormant.slots)
+
+    def _settle_watch(self) -> None:
+        if self._watch is None:
+            return
+        self._late = self._watch.late
+        self._watch, self._watched = None, True
+        if self._late:
+            names = [self._context.names[i] for i in sorted(self._late)]
+            log.warning(
+                "back-propagation reads %s again after the gradient is complete (used through "
+                "detach() or .data?); such weights are updated at the end of backward",
+                ", ".join(names[:5]),
+            )
+
+    def _aborted(self) -> None:
+        self._broken("an exception ended its back-propagation; see the traceback there")
+
+    # -- worker ------------------------------------------------------------------------------
+
+    def _reduced(self, bucket: Bucket, pending: Pending, launched: int) -> None:
+        with self._updater.lane.active():
+            pending.wait()
+            trace = self._context.trace
+            if trace.on:
+                trace.complete(
+                    "reduce",
+                    launched,
+                    time.perf_counter_ns(),
+                    lane="comm",
+                    step=self._updater.step,
+                    bucket=bucket.number,
+                    bytes=bucket.nbytes,
+                )
+            self._averaged(bucket)
+
+    def _averaged(self, bucket: Bucket) -> None:
+        self._absent += [slot.index for slot in bucket.settle()]
+        if self._context.mode == "layerwise":
+            if self._watch is not None or self._held_back(bucket):
+                self._withheld.append(bucket)
+            else:
+                self._update(bucket)
+        if bucket is self._planned[-1]:
+            self._disorder = bucket.status[_DISORDER] > 0
+            if bucket.status[_NOT_PLANNED] > 0:
+                self._reduce_dormant()
+
+    def _held_back(self, bucket: Bucket) -> bool:
+        return self._phase is _Phase.BACKWARD and any(s.index in self._late for s in bucket.slots)
+
+    def _update_withheld(self) -> None:
+        with self._updater.lane.active():
+            held, self._withheld = self._withheld, []
+            for bucket in held:
+                self._update(bucket)
+
+    def _update(self, bucket: Bucket) -> None:
+        ready = bucket.ready()
+        if ready is None:
+            return
+        self._check_touched(bucket)
+        self._updated_at.append(self._updater.update(ready))
+        bucket.note_versions()
+
+    def _check_touched(self, bucket: Bucket) -> None:
+        if bucket.touched():
+            raise self._broken(_touched(bucket))
+
+    def _reduce_dormant(self) -> None:
+        """Some rank has gradients outside the plan: all ranks know, and average them now."""
+        bucket = self._dormant
+        assert bucket is not None
+        bucket.allocate()
+        for slot in bucket.slots:
+            slot.filled = False
+        bucket.seal()
+        bucket.note_versions()
+        if bucket.flat is not None:
+            what = f"averaging gradients outside the plan in step {self._updater.step}"
+            self._context.group.all_reduce(bucket.flat, what).wait()
+        bucket.settle()
+        self._woken = [slot.index for slot in bucket.present]
+        if bucket.optimizer is None:
+            bucket.optimizer = self._context.views.of([s.parameter for s in bucket.slots])
+        if self._context.mode == "layerwise":
+            self._update(bucket)
+
+    # -- end of a step -----------------------------------------------------------------------
+
+    def _apply(self) -> StepOutcome:
+        context = self._context
+        if context.mode != "layerwise":
+            ready = [r for b in self._all_buckets() if (r := b.ready()) is not None]
+            return apply_all(context, self._updater, ready)
+        for bucket in self._all_buckets():
+            self._check_touched(bucket)
+        context.views.after_step()
+        return StepOutcome(skipped=not any(b.present for b in self._all_buckets()))
+
+    def _count(self) -> None:
+        self.stats.steps += 1
+        early = sum(at < self._last_gradient for at in self._updated_at)
+        self.stats.early_updates += early
+        self.stats.last_early_share = early / max(len(self._updated_at), 1)
+        assert self._plan is not None
+        fitted = self._replanner.note(
+            self._absent, self._woken, disorder=self._disorder, empty_plan=not self._plan.buckets
+        )
+        self.stats.misfits += not fitted
+
+    # -- the plan ----------------------------------------------------------------------------
+
+    def _make_plan(self) -> None:
+        context = self._context
+        reason = self._replanner.reason or "first backward"
+        if self._plan is None:
+            context.group.check_same("set of trained parameters", context.names)
+            mine = ready_order(self._roots, context.parameters)
+        else:
+            mine = self._observed_order()
+        self._roots = []
+        order = agree_order(context.group, mine)
+        self._plan = lay_out(
+            order,
+            context.parameters,
+            first_bytes=int(context.settings.first_bucket_mb * 2**20),
+            bucket_bytes=context.settings.bucket_bytes(context.group.device),
+            reason=reason,
+        )
+        self._updater.pass_all_fences()
+        self._make_buckets(self._plan)
+        self._replanner.planned()
+        self.stats.plans += 1
+        log.info("planned %d buckets: %s", len(self._plan.buckets), reason)
+        context.events.publish(
+            PlanChanged(step=self._updater.step, buckets=self.buckets, reason=reason)
+        )
+
+    def _observed_order(self) -> list[int]:
+        """The order gradients came in, then what did not come now but may come again."""
+        assert self._plan is not None
+        leaving = self._replanner.silent()
+        came = list(dict.fromkeys(self._fired))
+        seen = set(came)
+        kept = [i for i in self._plan.order if i not in seen and i not in leaving]
+        return came + kept
+
+    def _make_buckets(self, plan: Plan) -> None:
+        context = self._context
+        context.views.forget()
+        # Without a planned parameter the status flags still need a bucket to travel in.
+        layout = plan.buckets or ((),)
+        last = len(layout) - 1
+        self._planned = [
+            self._bucket(n, members, status_flags=2 if n == last else 0)
+            for n, members in enumerate(layout)
+        ]
+        self._dormant = self._bucket(len(layout), plan.dormant)
+        for bucket in self._planned:
+            bucket.allocate()
+            bucket.optimizer = context.views.of([s.parameter for s in bucket.slots])
+        by_index = {s.index: s for b in self._all_buckets() for s in b.slots}
+        self._slots = [by_index[i] for i in range(len(context.parameters))]
+
+    def _bucket(self, number: int, members: tuple[int, ...], status_flags: int = 0) -> Bucket:
+        context = self._context
+        return Bucket(
+            number,
+            [(i, context.names[i], context.parameters[i]) for i in members],
+            world=context.group.world,
+            device=context.group.device,
+            status_flags=status_flags,
+        )
+
+    def _all_buckets(self) -> list[Bucket]:
+        return [*self._planned, *([self._dormant] if self._dormant else [])]
+
+    def _follow_membership(self) -> None:
+        """Parameters were frozen, unfrozen or given to the optimizer: start with a new plan."""
+        context = self._context
+        if not self._members.changed():
+            return
+        self.wait()
+        context.names[:], context.parameters[:] = self._members.read()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.attach()
+        self._plan, self._roots, self._slots = None, [], []
+        self._watch, self._watched = None, not can_watch(context.model)
+
+    # -- small things ------------------------------------------------------------------------
+
+    def _complete(self, index: int) -> bool:
+        return bool(self._slots) and self._slots[index].filled
+
+    def _healthy(self) -> bool:
+        return self._phase is not _Phase.BROKEN and self._worker.error is None
+
+    def _check(self) -> None:
+        self._worker.check()
+        if self._phase is _Phase.BROKEN:
+            raise UsageError(
+                "an earlier error broke this run's step, and the ranks' states may differ; "
+                "restart from a checkpoint"
+            )
+
+    def _tell_peers(self, error: BaseException) -> None:
+        if not isinstance(error, PeerFailed):
+            self._context.group.board.post(f"{type(error).__name__}: {error}")
+
+    def _broken(self, message: str) -> UsageError:
+        self._phase = _Phase.BROKEN
+        self._context.group.board.post(message)
+        return UsageError(message)
+
+    def _trace_span(self, name: str, start: int, end: int | None = None) -> None:
+        trace = self._context.trace
+        if trace.on and start:
+            trace.complete(name, start, end or time.perf_counter_ns(), step=self._updater.step)
+
+
+_FORGOTTEN = (
+    "backward() was called again before run.step() ended the step; call run.step() after each "
+    "backward(), and wrap all but the last backward of a step in `with run.accumulate():`"
+)
+
+
+def _twice(name: str) -> str:
+    return (
+        f"{name} received its gradient twice in one backward(): re-entrant activation "
+        "checkpointing over a shared parameter does this; use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def _touched(bucket: Bucket) -> str:
+    return (
+        f"a gradient of bucket {bucket.number} ({_shown(bucket)}) was changed after backward(), "
+        "but weights are updated during backward, with the unchanged one; clip with "
+        "Run(clip_grad_norm=...), or use update='deferred' to change gradients between backward() "
+        "and run.step()"
+    )
+
+
+def _shown(bucket: Bucket) -> str:
+    names = bucket.names
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

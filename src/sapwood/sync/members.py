@@ -1,0 +1,96 @@
+"""Which parameters are trained: those the optimizer holds and that want a gradient."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from sapwood.errors import ConfigError
+from sapwood.state import named_parameters
+
+__all__ = ["Members", "check_model"]
+
+log = logging.getLogger(__name__)
+
+
+class Members:
+    """The trained parameters of a model, and whether they are still the same."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of the parameters as they are now."""
+        self._model = model
+        self._optimizer = optimizer
+        self._all = list(named_parameters(model).values())
+        self._seen = self._signature()
+
+    def read(self) -> tuple[list[str], list[nn.Parameter]]:
+        """Names and parameters, in registration order.
+
+        Raises:
+            ConfigError: the optimizer and the model do not belong together.
+        """
+        self._seen = self._signature()
+        known = named_parameters(self._model)
+        held = _held_by(self._optimizer, {id(p) for p in known.values()})
+        trained = {n: p for n, p in known.items() if p.requires_grad and id(p) in held}
+        forgotten = [n for n, p in known.items() if p.requires_grad and id(p) not in held]
+        if forgotten:
+            log.warning(
+                "%d parameters want gradients but the optimizer does not hold them, so they are "
+                "neither averaged nor updated: %s",
+                len(forgotten),
+                ", ".join(forgotten[:5]),
+            )
+        if not trained:
+            raise ConfigError(
+                "nothing to train: the optimizer holds no parameter of the model with "
+                "requires_grad=True"
+            )
+        return list(trained), list(trained.values())
+
+    def changed(self) -> bool:
+        """Whether parameters were frozen, unfrozen or added to the optimizer since ``read``."""
+        return self._signature() != self._seen
+
+    def _signature(self) -> tuple[int, list[bool]]:
+        held = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        return held, [p.requires_grad for p in self._all]
+
+
+def _held_by(optimizer: torch.optim.Optimizer, known: set[int]) -> set[int]:
+    held: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"the optimizer's group {number} holds a parameter at position {position}, of "
+                    f"shape {tuple(parameter.shape)}, that the model does not have; make the "
+                    "optimizer from this model's parameters(), after moving or wrapping the model"
+                )
+            held.add(id(parameter))
+    return held
+
+
+def check_model(model: nn.Module) -> torch.device:
+    """The one device the model is on.
+
+    Raises:
+        ConfigError: it is on several, or has no parameters.
+    """
+    by_device: dict[torch.device, str] = {}
+    for name, parameter in named_parameters(model).items():
+        by_device.setdefault(parameter.device, name)
+    if not by_device:
+        raise ConfigError("the model has no parameters, so there is nothing to train")
+    if len(by_device) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in by_device.items())
+        raise ConfigError(
+            f"the model is on several devices ({places}); a rank trains on one: move the model "
+            "with .to(device), or split it over ranks"
+        )
+    device = next(iter(by_device))
+    if device.type == "meta":
+        raise ConfigError("the model is on the meta device and has no values; use .to_empty(...)")
+    return device

@@ -1,0 +1,218 @@
+"""The user's optimizer, a bucket at a time, with its own arithmetic and its own state.
+
+A view is the same optimizer seeing only some of its parameters: it shares the state and follows
+the hyperparameters of the original, so ``optimizer.state_dict()``, schedulers and checkpoints
+work as if ``optimizer.step()`` had been called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from sapwood.errors import ConfigError, UsageError
+
+__all__ = ["OptimizerView", "UpdateMode", "Views", "choose_mode"]
+
+UpdateMode = Literal["layerwise", "deferred", "whole"]
+
+_PER_PARAMETER = tuple(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD",
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
+)
+# Where torch's foreach loop is bit for bit its plain loop, but crosses the interpreter less often.
+_SAME_AS_FOREACH = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether updating some parameters now and the others later equals updating all at once."""
+    declared = getattr(optimizer, "per_parameter", None)
+    if declared is not None:
+        return bool(declared)
+    own = inspect.unwrap(type(optimizer).step)
+    return any(
+        isinstance(optimizer, kind) and own is inspect.unwrap(kind.step) for kind in _PER_PARAMETER
+    )
+
+
+def choose_mode(
+    optimizer: torch.optim.Optimizer, wanted: str, *, clips: bool, scales: bool
+) -> tuple[UpdateMode, str]:
+    """The update mode and the reason for it; a setting is obeyed or refused, never ignored."""
+    needs_all = [
+        text
+        for needed, text in (
+            (clips, "clip_grad_norm needs the norm of all gradients"),
+            (scales, "the gradient scaler looks at all gradients for inf and NaN"),
+            (bool(optimizer._optimizer_step_pre_hooks), "a step pre-hook expects all gradients"),
+        )
+        if needed
+    ]
+    kind = type(optimizer).__name__
+    _refuse_closure(optimizer)
+    if not is_per_parameter(optimizer):
+        reason = (
+            f"{kind} is not known to update each parameter by itself (set per_parameter = True on "
+            "the optimizer if it does)"
+        )
+        if wanted == "layerwise":
+            raise ConfigError(f"update='layerwise' is not possible: {reason}")
+        return "whole", reason
+    if wanted == "layerwise" and needs_all:
+        raise ConfigError(
+            f"update='layerwise' is not possible: {needs_all[0]}; use update='deferred' or 'auto'"
+        )
+    if wanted == "deferred" or needs_all:
+        return "deferred", needs_all[0] if needs_all else "asked for"
+    return "layerwise", f"{kind} updates each parameter by itself"
+
+
+def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    own = inspect.unwrap(type(optimizer).step)
+    closure = inspect.signature(own).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} calls the model itself through a closure, which cannot "
+            "run inside a step of a Run; use an optimizer whose step() needs no closure"
+        )
+
+
+class OptimizerView:
+    """An optimizer that sees only some of its parameters."""
+
+    def __init__(self, views: Views, parameters: Sequence[nn.Parameter]) -> None:
+        """Made by ``Views.of``."""
+        self.parameters = list(parameters)
+        self._views = views
+        members = {id(p) for p in parameters}
+        self._positions = [
+            (number, {**group, "params": [p for p in group["params"] if id(p) in members]})
+            for number, group in enumerate(views.optimizer.param_groups)
+        ]
+        self._positions = [(n, g) for n, g in self._positions if g["params"]]
+        self._clone = _shallow(views.optimizer, [g for _, g in self._positions])
+        self.follow()
+
+    def follow(self) -> None:
+        """Take over the original's hyperparameters and state as they are now."""
+        original = self._views.optimizer
+        self._clone.state = original.state
+        for number, mine in self._positions:
+            theirs = original.param_groups[number]
+            mine.update({k: v for k, v in theirs.items() if k != "params"})
+            mine.update(self._views.kernel(theirs))
+
+    def step(self) -> None:
+        """Update this view's parameters that have a gradient."""
+        self._clone.step()
+
+
+class Views:
+    """Makes views of one optimizer and keeps them in step with it."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, fused: bool | None, mode: UpdateMode
+    ) -> None:
+        """``fused``: True or False overrides the optimizer's choice of kernel, None keeps it."""
+        if fused and "fused" not in optimizer.defaults:
+            raise ConfigError(
+                f"fused=True, but torch has no fused {type(optimizer).__name__}; leave fused away"
+            )
+        self.optimizer = optimizer
+        self.fused = fused
+        self._mode = mode
+        self._made: list[OptimizerView] = []
+        self._stepping = False
+        self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
+
+    def release(self) -> None:
+        """Let the user call ``optimizer.step()`` again."""
+        self._guard.remove()
+
+    def _refuse_foreign_step(self, *_: Any) -> None:
+        if not self._stepping:
+            raise UsageError(
+                "optimizer.step() was called, but the run updates the weights itself; call "
+                "run.step() in its place (and run.close() before using the optimizer alone)"
+            )
+
+    def whole_step(self) -> None:
+        """Run the original's step on all parameters at once, hooks and all."""
+        self._stepping = True
+        try:
+            type(self.optimizer).step(self.optimizer)
+        finally:
+            self._stepping = False
+
+    def before_step(self) -> None:
+        """Run the user's step pre-hooks."""
+        for key, hook in list(self.optimizer._optimizer_step_pre_hooks.items()):
+            if key != self._guard.id:
+                hook(self.optimizer, (), {})
+
+    def after_step(self) -> None:
+        """Run the user's step post-hooks."""
+        for hook in list(self.optimizer._optimizer_step_post_hooks.values()):
+            hook(self.optimizer, (), {})
+
+    def of(self, parameters: Sequence[nn.Parameter]) -> OptimizerView:
+        """A view of these parameters."""
+        view = OptimizerView(self, parameters)
+        self._made.append(view)
+        return view
+
+    def forget(self) -> None:
+        """Drop all views, before new buckets are laid out."""
+        self._made.clear()
+
+    def follow(self) -> None:
+        """Call at the start of a step: a scheduler or the user may have changed hyperparameters."""
+        if self._mode == "layerwise" and len(self.optimizer._optimizer_step_pre_hooks) > 1:
+            raise UsageError(
+                "a step pre-hook was registered on the optimizer after the Run was made; it "
+                "expects all gradients before the update: register it before, or use "
+                "update='deferred'"
+            )
+        for view in self._made:
+            view.follow()
+
+    def kernel(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The kernel settings to use for a group."""
+        if self.fused is not None and "fused" in group:
+            return {"fused": self.fused, "foreach": False if self.fused else group.get("foreach")}
+        undecided = group.get("fused") is None and group.get("foreach") is None
+        if undecided and type(self.optimizer) in _SAME_AS_FOREACH:
+            return {"foreach": True}
+        return {}
+
+
+def _shallow(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    clone: torch.optim.Optimizer = object.__new__(type(optimizer))
+    clone.__dict__.update(optimizer.__dict__)
+    # A scheduler counts steps on the instance; the user's hooks belong to the whole step.
+    clone.__dict__.pop("step", None)
+    clone.param_groups = groups
+    clone._optimizer_step_pre_hooks = OrderedDict()
+    clone._optimizer_step_post_hooks = OrderedDict()
+    return clone

@@ -1,0 +1,113 @@
+"""Updating one bucket: wait for its fence, run the optimizer, announce the new values."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sapwood.events import Fence, TensorUpdated, UpdatedTensor
+from sapwood.runtime import faults
+from sapwood.runtime.device import Lane
+from sapwood.state import optimizer_tensors
+from sapwood.sync.base import Context, SyncStats
+from sapwood.sync.optim import OptimizerView
+
+__all__ = ["Ready", "Updater"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A bucket whose averaged gradients can be applied."""
+
+    bucket: int
+    optimizer: OptimizerView
+    indices: Sequence[int]
+    """The parameters some rank had a gradient for."""
+
+
+class Updater:
+    """Shared by all engines, so that fences, generations and events are the same in each."""
+
+    def __init__(self, context: Context, stats: SyncStats) -> None:
+        """Start in step 1, with every generation at 0."""
+        self.step = 1
+        self.generations: Counter[str] = Counter()
+        self.lane = Lane(context.group.device)
+        self._context = context
+        self._stats = stats
+        self._fences: dict[int, Fence] = {}
+
+    def update(self, ready: Ready) -> int:
+        """Apply averaged gradients; returns when it was done (perf_counter_ns).
+
+        Raises:
+            FenceTimeout: a subscriber held the bucket's last version for too long.
+        """
+        bucket = ready.bucket
+        self.pass_fence(bucket)
+        faults.point("sync.update", step=self.step, bucket=bucket)
+        start = time.perf_counter_ns()
+        ready.optimizer.step()
+        done = time.perf_counter_ns()
+        self.announce(bucket, ready.indices)
+        trace = self._context.trace
+        if trace.on:
+            trace.complete("update", start, done, lane="update", step=self.step, bucket=bucket)
+            trace.instant("tensor_updated", lane="update", step=self.step, bucket=bucket)
+        return done
+
+    def announce(self, bucket: int, indices: Sequence[int]) -> None:
+        """Count the update of these parameters and publish it."""
+        self._stats.updates += 1
+        for index in indices:
+            self.generations[self._context.names[index]] += 1
+        if indices and self._context.events.wants(TensorUpdated):
+            self._context.events.publish(self._event(bucket, indices))
+
+    def _event(self, bucket: int, indices: Sequence[int]) -> TensorUpdated:
+        context = self._context
+        fence = Fence(f"bucket {bucket} of step {self.step}")
+        self._fences[bucket] = fence
+        return TensorUpdated(
+            step=self.step,
+            bucket=bucket,
+            fence=fence,
+            marker=self.lane.mark(),
+            tensors=tuple(
+                UpdatedTensor(
+                    name=context.names[i],
+                    tensor=context.parameters[i].detach(),
+                    state=optimizer_tensors(context.views.optimizer, context.parameters[i]),
+                    generation=self.generations[context.names[i]],
+                )
+                for i in indices
+            ),
+        )
+
+    def pass_fence(self, bucket: int) -> None:
+        """Wait for the holds on the bucket's last version, and attribute the wait."""
+        fence = self._fences.pop(bucket, None)
+        if fence is None:
+            return
+        start = time.perf_counter_ns()
+        waited = fence.close(self._context.settings.fence_timeout)
+        for owner, seconds in waited.items():
+            total = self._stats.fence_seconds.get(owner, 0.0)
+            self._stats.fence_seconds[owner] = total + seconds
+        if waited and self._context.trace.on:
+            self._context.trace.complete(
+                "fence",
+                start,
+                time.perf_counter_ns(),
+                lane="update",
+                step=self.step,
+                bucket=bucket,
+                owners=sorted(waited),
+            )
+
+    def pass_all_fences(self) -> None:
+        """Wait for every hold: before bucket numbers change their meaning."""
+        for bucket in list(self._fences):
+            self.pass_fence(bucket)

@@ -1,0 +1,89 @@
+"""The suite's own rules: a test has its own folder, leaves nothing behind, runs in any order."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from sapwood.testing import hygiene
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A deadline per example would make a test depend on how busy the machine is.
+hypothesis.settings.register_profile("sapwood", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("sapwood")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--order-seed",
+        type=int,
+        default=int.from_bytes(os.urandom(3), "big"),
+        help="shuffle the tests by this seed (default: another one each time, shown in the header)",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"test order: --order-seed {config.getoption('--order-seed')}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle modules, and tests inside each, so that module fixtures are still made only once."""
+    chance = random.Random(config.getoption("--order-seed"))
+    modules: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    groups = list(modules.values())
+    chance.shuffle(groups)
+    for group in groups:
+        chance.shuffle(group)
+    items[:] = [item for group in groups for item in group]
+
+
+@pytest.fixture(scope="session")
+def session_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The temporary directory of the whole run; a test that writes here has left its own."""
+    folder = tmp_path_factory.mktemp("session")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
+        yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_server(session_tmp: Path) -> Iterator[None]:
+    """Start the fork server of the ranks before the first test, and end it after the last."""
+    import torch
+
+    from sapwood.testing import ranks
+
+    # Small tensors on busy cores: more threads would only wait for each other.
+    torch.set_num_threads(1)
+    hygiene.adopt_orphans()
+    ranks.warm()
+    yield
+    ranks.stop_server()
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, session_tmp: Path) -> Iterator[hygiene.Snapshot]:
+    """Run the test in its own folder, and fail it for whatever it leaves behind."""
+    before = hygiene.Snapshot.take([ROOT, session_tmp])
+    inner = tmp_path / "tmp"
+    inner.mkdir()
+    # Not the fixture of that name: that one would undo the test's own patches after these checks.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setenv("TMPDIR", str(inner))
+        patch.setattr(tempfile, "tempdir", None)
+        yield before
+    problems = hygiene.leftovers(before)
+    if problems:
+        hygiene.restore(before)
+        pytest.fail("the test left something behind:\n  " + "\n  ".join(problems), pytrace=False)
