@@ -36,7 +36,7 @@ def trace(
     a bucket that was handled while back-propagation was still busy.
 
     ```
-    sapwood trace 20261116-0042-3f9a1c             the last step every rank completed
+    sapwood trace 20261116-0042-3f9a1c             a typical late step
     sapwood trace runs/20261116-0042-3f9a1c --step 40
     sapwood trace 2026 --summary                   a table with a row per rank
     sapwood trace 2026 --perfetto out.json         open it at ui.perfetto.dev
@@ -45,7 +45,7 @@ def trace(
 
     Args:
         run: A run folder, the id of a run, or a beginning of the id.
-        step: The step to draw; the last one that every rank completed if not given.
+        step: The step to draw; a typical late one if not given.
         summary: Show a table with a row per rank instead.
         perfetto: Write the whole trace to this file, for Perfetto or chrome://tracing.
         svg: Write a picture of the step to this file.
