@@ -10,7 +10,7 @@ from sapwood.errors import TraceError
 from sapwood.trace import open_trace
 from sapwood.trace.perfetto import to_chrome
 from sapwood.trace.read import Span, read_trace
-from sapwood.trace.steps import last_complete_step, pack_rows, step_view, steps_of
+from sapwood.trace.steps import late_step, pack_rows, step_view, steps_of
 from sapwood.trace.summary import early_updates, summarise
 from sapwood.trace.timeline import timeline_svg, timeline_text
 from tests.trace.example import write_example
@@ -26,9 +26,27 @@ def span(start, end, name="s", lane="main", **args):
     return Span(rank=0, lane=lane, name=name, start=start, end=end, args=args)
 
 
-def test_the_default_step_is_the_last_that_every_rank_ended(example):
+def test_the_default_step_is_one_that_every_rank_ended(example):
     assert steps_of(example) == (0, 1, 2)
-    assert last_complete_step(example) == 2
+    assert late_step(example) in (1, 2)
+
+
+def test_the_default_step_is_the_median_of_the_late_ones(tmp_path):
+    tracer = open_trace(tmp_path / "rank-0.jsonl", rank=0, world=1, run_id="r")
+    for step, length in enumerate([900, 900, 900, 50, 20, 30]):
+        tracer.complete("forward", step * 1000, step * 1000 + length, step=step)
+    tracer.close()
+    assert late_step(read_trace(tmp_path)) == 5
+
+
+def test_many_overlapping_spans_become_one_row_of_the_oldest(tmp_path):
+    tracer = open_trace(tmp_path / "rank-0.jsonl", rank=0, world=1, run_id="r")
+    for bucket in range(4):
+        tracer.complete("reduce", bucket, 10 + bucket, lane="comm", step=1, bucket=bucket)
+    tracer.close()
+    (lane,) = step_view(read_trace(tmp_path)).lanes
+    (row,) = lane.rows
+    assert [(s.start, s.end) for s in row] == [(0, 10), (10, 11), (11, 12), (12, 13)]
 
 
 def test_an_unknown_step_says_which_there_are(example):

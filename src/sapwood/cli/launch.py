@@ -48,8 +48,7 @@ def launch(plan: Plan) -> int:
     """Run the ranks to their end and return the exit code of the first that failed, or 0."""
     plan.script.check()
     process.adopt_orphans()
-    for number in _STOP:
-        signal.signal(number, _leave)
+    before = {number: signal.signal(number, _leave) for number in _STOP}
     folder = Path(tempfile.mkdtemp(prefix="sapwood-run-", dir=_made(plan.logs)))
     keep = plan.logs is not None
     try:
@@ -67,6 +66,8 @@ def launch(plan: Plan) -> int:
         process.end_descendants(_LEFTOVER_GRACE)
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _StopError(Exception):

@@ -68,11 +68,12 @@ class Script:
             sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
     def _run(self) -> None:
+        home = Path.cwd() if self.module else Path(self.target).resolve().parent
+        if not sys.flags.safe_path:  # with `python -P` the first entry is not ours to replace
+            sys.path[0] = str(home)
         if self.module:
-            sys.path[0] = str(Path.cwd())
             runpy.run_module(self.target, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(self.target).resolve().parent)
             runpy.run_path(self.target, run_name="__main__")
 
 

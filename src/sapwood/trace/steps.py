@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sapwood.errors import TraceError
-from sapwood.trace.read import Instant, Span, Trace
+from sapwood.trace.read import Counter, Instant, Span, Trace
 
 __all__ = [
     "Lane",
     "StepView",
     "bucket_label",
-    "last_complete_step",
+    "late_step",
     "pack_rows",
     "step_view",
     "steps_of",
 ]
 
 _LANE_ORDER = ("main", "comm", "update")
+_MAX_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One lane of one rank during one step; spans that overlap are in different rows."""
+    """One lane of one rank during one step.
+
+    Spans that overlap are in two rows; where even that is not enough there is one row, and each
+    span starts when the one before it has ended.
+    """
 
     rank: int
     name: str
@@ -53,8 +58,10 @@ def steps_of(trace: Trace) -> tuple[int, ...]:
     return tuple(sorted(step for step in found if step is not None))
 
 
-def last_complete_step(trace: Trace) -> int:
-    """The last step that ended on every rank, or the last one there is.
+def late_step(trace: Trace) -> int:
+    """A typical late step: of the second half of the steps every rank ended, the median by length.
+
+    A single step tells little on a busy machine, and the last one may be disturbed by the end.
 
     Raises:
         TraceError: No record of the trace names a step.
@@ -65,19 +72,33 @@ def last_complete_step(trace: Trace) -> int:
         if step is not None and record.name == "step_ended":
             ended.setdefault(step, set()).add(record.rank)
     everywhere = [step for step, ranks in ended.items() if len(ranks) == len(trace.ranks)]
-    steps = everywhere or steps_of(trace)
+    steps = sorted(everywhere) or list(steps_of(trace))
     if not steps:
         raise TraceError(f"the trace of run {trace.run} has no step: did the run get that far?")
-    return max(steps)
+    lengths = _lengths(trace)
+    late = sorted(steps[len(steps) // 2 :], key=lambda step: lengths[step])
+    return late[len(late) // 2]
+
+
+def _lengths(trace: Trace) -> dict[int, int]:
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for record in trace.records:
+        step = None if isinstance(record, Counter) else _step(record)
+        if step is not None:
+            end = record.end if isinstance(record, Span) else record.start
+            first[step] = min(first.get(step, record.start), record.start)
+            last[step] = max(last.get(step, end), end)
+    return {step: last[step] - first[step] for step in first}
 
 
 def step_view(trace: Trace, step: int | None = None) -> StepView:
-    """Select one step; without ``step`` the last one that every rank completed.
+    """Select one step; without ``step`` a typical late one.
 
     Raises:
         TraceError: The trace has no such step; the message says which steps it has.
     """
-    chosen = last_complete_step(trace) if step is None else step
+    chosen = late_step(trace) if step is None else step
     records = [r for r in trace.records if isinstance(r, Span | Instant) and _step(r) == chosen]
     if not records:
         raise TraceError(f"run {trace.run} has no step {chosen} in its trace; {_range(trace)}")
@@ -89,7 +110,7 @@ def step_view(trace: Trace, step: int | None = None) -> StepView:
             Lane(
                 rank=rank,
                 name=name,
-                rows=pack_rows([r for r in here if isinstance(r, Span)]),
+                rows=_few_rows([r for r in here if isinstance(r, Span)]),
                 instants=tuple(r for r in here if isinstance(r, Instant)),
             )
         )
@@ -116,6 +137,24 @@ def pack_rows(spans: Iterable[Span], *, nested: bool = False) -> tuple[tuple[Spa
         row.spans.append(span)
         row.open_ends.append(span.end)
     return tuple(tuple(row.spans) for row in rows)
+
+
+def _few_rows(spans: list[Span]) -> tuple[tuple[Span, ...], ...]:
+    """Rows to draw; when many spans overlap, one row that shows the oldest running at each moment.
+
+    Collectives are carried out in order, so the oldest in flight is the one being worked on.
+    """
+    rows = pack_rows(spans)
+    if len(rows) <= _MAX_ROWS:
+        return rows
+    shown: list[Span] = []
+    busy_until = 0
+    for span in sorted(spans, key=lambda s: (s.start, s.end)):
+        start = max(span.start, busy_until)
+        if span.end > start:
+            shown.append(replace(span, start=start))
+            busy_until = span.end
+    return (tuple(shown),)
 
 
 class _Row:

@@ -31,7 +31,7 @@ def timeline_svg(
 
     Args:
         trace: What `read_trace` returned.
-        step: The step; by default the last one that every rank completed.
+        step: The step; by default a typical late one.
         width: Width of the picture in pixels.
         title: Its headline; by default the step and the run.
 

@@ -18,7 +18,7 @@ __all__ = ["timeline_svg", "timeline_text"]
 _LETTERS = {"forward": "F", "backward": "B", "wait": "w"}
 _MARKS = {"backward_last_gradient": "^", "step_ended": "|", "tensor_updated": "'"}
 _LEGEND = (
-    "F forward  B backward  w wait  0-9 bucket  + several in one column  "
+    "F forward  B backward  w wait  0-9 bucket (oldest in flight)  + several in one column  "
     "^ last gradient exists  | step ended"
 )
 _MIN_COLUMNS = 20

@@ -1,0 +1,1 @@
+"""``sapwood demo``: a training (`training`) and the scenes shown from it (`scenes`)."""

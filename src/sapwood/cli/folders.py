@@ -1,0 +1,151 @@
+"""What a run folder says about its run, read with patience: a damaged one is listed, not fatal."""
+
+from __future__ import annotations
+
+import json
+import platform
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sapwood.errors import RunFolderError
+
+__all__ = ["RunInfo", "as_tree", "find_run", "list_runs", "read_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """One run as far as its folder tells."""
+
+    id: str
+    folder: Path
+    state: str
+    """running, ended, failed, died (its process is gone), or damaged."""
+    detail: str | None = None
+    """The error of a failed run, or what is wrong with a damaged folder."""
+    ranks: int | None = None
+    step: int | None = None
+    created: datetime | None = None
+    parent: str | None = None
+    parent_step: int | None = None
+    host: str | None = None
+
+
+def list_runs(root: Path) -> list[RunInfo]:
+    """Every run below ``root``, oldest first; folders that are not runs are passed over.
+
+    Raises:
+        RunFolderError: ``root`` is not a folder.
+    """
+    if not root.is_dir():
+        raise RunFolderError(
+            f"there is no folder {root} here; give the folder the runs are in "
+            "(a run makes runs/ unless told otherwise)"
+        )
+    marks = ("run.toml", "status.json")
+    folders = [p for p in root.iterdir() if p.is_dir() and any((p / m).exists() for m in marks)]
+    return sorted(map(read_run, folders), key=_age_key)
+
+
+def find_run(name: str, root: Path) -> Path:
+    """The folder of a run given by its path, its id, or a beginning of the id that fits one only.
+
+    Raises:
+        RunFolderError: No run fits, or several do.
+    """
+    for place in (Path(name), root / name):
+        if (place / "run.toml").exists() or (place / "trace").is_dir():
+            return place
+    fitting = [run for run in list_runs(root) if run.id.startswith(name)] if root.is_dir() else []
+    if len(fitting) == 1:
+        return fitting[0].folder
+    if fitting:
+        ids = ", ".join(run.id for run in fitting)
+        raise RunFolderError(f"{name!r} is the beginning of several runs: {ids}; give more of it")
+    raise RunFolderError(
+        f"no run {name!r}: it is neither a run folder nor an id under {root}; "
+        "`sapwood runs` lists what there is"
+    )
+
+
+def read_run(folder: Path) -> RunInfo:
+    """Read one run folder; whatever is wrong with it becomes the state "damaged"."""
+    try:
+        facts = tomllib.loads((folder / "run.toml").read_text())
+        status = json.loads((folder / "status.json").read_text())
+        return _interpret(folder, facts, status)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return RunInfo(id=folder.name, folder=folder, state="damaged", detail=_why(error))
+
+
+def as_tree(runs: Sequence[RunInfo]) -> list[tuple[int, RunInfo]]:
+    """Runs with their depth, each below the run it was forked from."""
+    known = {run.id for run in runs}
+    children: dict[str | None, list[RunInfo]] = {}
+    for run in runs:
+        parent = run.parent if run.parent in known and run.parent != run.id else None
+        children.setdefault(parent, []).append(run)
+    tree: list[tuple[int, RunInfo]] = []
+    todo = [(0, run) for run in reversed(children.pop(None, []))]
+    while todo:
+        depth, run = todo.pop()
+        tree.append((depth, run))
+        todo.extend((depth + 1, child) for child in reversed(children.pop(run.id, [])))
+    # Folders edited by hand can name each other as parents; they must still be listed.
+    return tree + [(0, run) for group in children.values() for run in group]
+
+
+def _interpret(folder: Path, facts: dict[str, Any], status: dict[str, Any]) -> RunInfo:
+    host: dict[str, Any] = facts.get("host", {})
+    state = str(status["state"])
+    if state not in ("running", "ended", "failed"):
+        raise ValueError(f"status.json says state {state!r}")
+    if state == "running" and _is_gone(host):
+        state = "died"
+    error = status.get("error")
+    parent_step = facts.get("parent_step")
+    return RunInfo(
+        id=str(facts["id"]),
+        folder=folder,
+        state=state,
+        detail=None if error is None else str(error),
+        ranks=int(facts["world"]),
+        step=int(status["step"]),
+        created=_time(facts["created"]),
+        parent=str(facts["parent"]) if facts.get("parent") else None,
+        parent_step=None if parent_step is None else int(parent_step),
+        host=str(host["name"]) if "name" in host else None,
+    )
+
+
+def _is_gone(host: dict[str, Any]) -> bool:
+    """Whether the process of rank 0 ended; unknown, so no, when it is on another host."""
+    if host.get("name") != platform.node() or not isinstance(host.get("pid"), int):
+        return False
+    try:
+        fields = Path(f"/proc/{host['pid']}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return True
+    # A process id is given out again some day; with its start time it is unique on a host.
+    started = host.get("started")
+    return bool(started) and int(fields[19]) != started
+
+
+def _time(value: object) -> datetime:
+    moment = value if isinstance(value, datetime) else datetime.fromisoformat(str(value))
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{Path(error.filename).name} is missing"
+    if isinstance(error, KeyError):
+        return f"no key {error.args[0]!r}"
+    return " ".join(str(error).split())
+
+
+def _age_key(run: RunInfo) -> tuple[datetime, str]:
+    return (run.created or datetime.min.replace(tzinfo=UTC), run.id)

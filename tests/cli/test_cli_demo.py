@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from tests.cli.helpers import sapwood
+
+
+def test_the_demo_plays_every_scene_and_leaves_nothing(tmp_path):
+    done = sapwood("demo", "--steps", "8", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert [f"{n}. " in text for n in range(1, 6)] == [True] * 5
+    first, last = text.split("loss ")[1].split("  ")[0].split(" -> ")
+    assert float(last) < float(first)
+    assert "rank 1 main" in text
+    assert "TensorUpdated events on rank 0" in text
+    assert list((tmp_path / "tmp").glob("sapwood*")) == []
+
+
+def test_the_demo_says_what_is_wrong_with_its_arguments(tmp_path):
+    done = sapwood("demo", "--steps", "1", tmp_path=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "sapwood: --steps is 1; the demo needs at least 2 to show one of them\n"

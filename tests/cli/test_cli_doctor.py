@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sapwood.cli.checks import machine, software
+from sapwood.cli.checks.base import Check, note, ok, problem
+from sapwood.cli.main import main
+from sapwood.cli.verbs import doctor as verb
+from tests.cli.helpers import sapwood
+
+HERE = Path("runs")
+
+
+def test_this_machine_is_looked_at_and_told_in_json(tmp_path):
+    done = sapwood("doctor", "--json", tmp_path=tmp_path)
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert set(checks) >= {"python", "torch", "backends", "cores", "memory", "launcher", "network"}
+    assert checks["torch"]["state"] == "ok"
+    assert "gloo yes" in checks["backends"]["found"]
+    assert done.returncode == int(any(c["state"] == "problem" for c in checks.values()))
+    assert list(tmp_path.iterdir()) == [tmp_path / "tmp"]
+
+
+@pytest.mark.parametrize(
+    ("checks", "code"), [([ok("a", "x"), note("b", "y", "z")], 0), ([problem("c", "x", "y")], 1)]
+)
+def test_the_exit_code_says_whether_there_is_a_problem(monkeypatch, capsys, checks, code):
+    monkeypatch.setattr(verb, "ALL", [lambda folder, check=check: check for check in checks])
+    assert main(["doctor"]) == code
+    text = capsys.readouterr().out
+    assert all(check.found in text for check in checks)
+    assert all(f"-> {check.remedy}" in text for check in checks if check.remedy)
+
+
+def test_a_check_that_breaks_does_not_hide_the_others(monkeypatch, capsys):
+    def broken(folder: Path) -> Check:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(verb, "ALL", [broken, lambda folder: ok("fine", "yes")])
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "ZeroDivisionError: oh" in text
+    assert "fine" in text
+
+
+def test_a_wrong_interface_for_gloo_is_a_problem(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    check = machine.gloo_interface(HERE)
+    assert check.state == "problem"
+    assert check.remedy
+    assert "lo" in check.remedy
+
+
+def test_a_half_set_launcher_is_a_problem(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert machine.launcher(HERE).state == "problem"
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
+    def refuse(**options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
+    check = machine.runs_folder(tmp_path / "runs")
+    assert check.state == "problem"
+    assert "Permission denied" in check.found
+
+
+def test_missing_extras_come_with_the_command(monkeypatch):
+    monkeypatch.setattr(software, "_installed", lambda package: package in ("cyclopts", "rich"))
+    check = software.extras(HERE)
+    assert check.state == "note"
+    assert check.remedy == "pip install 'sapwood[report,mpi]' for the rest"

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+
+import pytest
+
+from sapwood.cli.folders import as_tree, find_run, list_runs
+from sapwood.cli.main import main
+from sapwood.errors import RunFolderError
+
+
+def started(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def make_run(
+    root: Path,
+    run_id: str,
+    *,
+    state: str = "ended",
+    created: str = "2026-11-16T00:00:00+00:00",
+    parent: str | None = None,
+    host: str | None = None,
+    pid: int | None = None,
+    ticks: int | None = None,
+    error: str | None = None,
+) -> Path:
+    folder = root / run_id
+    folder.mkdir(parents=True)
+    pid = os.getpid() if pid is None else pid
+    lines = [f'id = "{run_id}"', f'created = "{created}"', "world = 2"]
+    if parent:
+        lines += [f'parent = "{parent}"', "parent_step = 40"]
+    lines += ["[host]", f'name = "{host or platform.node()}"', f"pid = {pid}"]
+    lines.append(f"started = {started(os.getpid()) if ticks is None else ticks}")
+    (folder / "run.toml").write_text("\n".join(lines))
+    status = {"state": state, "step": 7, "time": 0.0}
+    (folder / "status.json").write_text(json.dumps(status | ({"error": error} if error else {})))
+    return folder
+
+
+def states(root: Path) -> dict[str, str]:
+    return {run.id: run.state for run in list_runs(root)}
+
+
+def test_states_are_told_apart(tmp_path):
+    make_run(tmp_path, "here", state="running")
+    make_run(tmp_path, "gone", state="running", pid=2**22 + 1)
+    make_run(tmp_path, "reused", state="running", ticks=1)
+    make_run(tmp_path, "elsewhere", state="running", host="another-host", pid=2**22 + 1)
+    make_run(tmp_path, "done")
+    make_run(tmp_path, "broken", state="failed", error="ValueError: x")
+    assert states(tmp_path) == {
+        "here": "running",
+        "gone": "died",
+        "reused": "died",
+        "elsewhere": "running",
+        "done": "ended",
+        "broken": "failed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("run.toml", "id = ", "Invalid value"),
+        ("run.toml", 'id = "x"', "no key"),
+        ("run.toml", None, "run.toml is missing"),
+        ("status.json", "{", "Expecting property name"),
+        ("status.json", "[]", "list indices"),
+        ("status.json", '{"state": "dancing", "step": 1}', "says state 'dancing'"),
+        ("status.json", None, "status.json is missing"),
+    ],
+)
+def test_a_damaged_folder_is_listed_with_the_reason(tmp_path, name, text, why, capsys):
+    make_run(tmp_path, "good")
+    file = make_run(tmp_path, "bad") / name
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+    assert states(tmp_path) == {"good": "ended", "bad": "damaged"}
+    assert main(["runs", str(tmp_path)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bad")]
+    assert "damaged" in line
+    assert why in line
+
+
+def test_forks_are_shown_below_their_parents(tmp_path, capsys):
+    make_run(tmp_path, "root", created="2026-11-16T00:00:00+00:00")
+    make_run(tmp_path, "other", created="2026-11-16T01:00:00+00:00")
+    make_run(tmp_path, "child", created="2026-11-16T02:00:00+00:00", parent="root")
+    make_run(tmp_path, "grandchild", created="2026-11-16T03:00:00+00:00", parent="child")
+    make_run(tmp_path, "orphan", created="2026-11-16T04:00:00+00:00", parent="deleted")
+    tree = [(depth, run.id) for depth, run in as_tree(list_runs(tmp_path))]
+    assert tree == [(0, "root"), (1, "child"), (2, "grandchild"), (0, "other"), (0, "orphan")]
+    main(["runs", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("└ child")
+    assert "root @ 40" in lines[2]
+    assert lines[3].startswith("  └ grandchild")
+
+
+def test_runs_that_name_each_other_as_parents_are_still_listed(tmp_path):
+    make_run(tmp_path, "a", parent="b")
+    make_run(tmp_path, "b", parent="a")
+    make_run(tmp_path, "self", parent="self")
+    assert {run.id for _, run in as_tree(list_runs(tmp_path))} == {"a", "b", "self"}
+
+
+def test_json_for_programs(tmp_path, capsys):
+    make_run(tmp_path, "one", state="failed", error="boom")
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert (run["id"], run["state"], run["detail"], run["ranks"], run["step"]) == (
+        "one",
+        "failed",
+        "boom",
+        2,
+        7,
+    )
+
+
+def test_an_empty_folder_and_folders_that_are_no_runs(tmp_path, capsys):
+    (tmp_path / "notes").mkdir()
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "no runs in" in capsys.readouterr().out
+
+
+def test_a_run_is_found_by_folder_id_or_beginning(tmp_path, monkeypatch):
+    first = make_run(tmp_path, "2026-a")
+    make_run(tmp_path, "2026-b")
+    assert find_run(str(first), tmp_path) == first
+    assert find_run("2026-a", tmp_path).resolve() == first
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir("/")
+        assert find_run("2026-a", tmp_path) == first
+    with pytest.raises(RunFolderError, match="several runs: 2026-a, 2026-b"):
+        find_run("2026", tmp_path)
+    with pytest.raises(RunFolderError, match="`sapwood runs` lists"):
+        find_run("2027", tmp_path)

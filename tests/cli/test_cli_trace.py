@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sapwood.cli.main import main
+from tests.trace.example import write_example
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_example(tmp_path / "runs" / "example" / "trace")
+    return "example"
+
+
+def test_a_step_is_drawn_as_text(run, capsys):
+    assert main(["trace", run, "--step", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("step 1 of run example")
+    assert "rank 1 main" in text
+
+
+def test_perfetto_and_svg_files(run, tmp_path, capsys):
+    assert main(["trace", run, "--perfetto", "out.json", "--svg", "out.svg"]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    assert (tmp_path / "out.svg").read_text().startswith("<svg")
+    assert "ui.perfetto.dev" in capsys.readouterr().out
+
+
+def test_summary_has_a_row_per_rank(run, capsys):
+    assert main(["trace", run, "--summary"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["0", "3", "10.00", "1.00", "4.0", "75%"]
+    assert lines[2].split()[0] == "1"
+
+
+def test_a_torn_line_is_mentioned_and_passed_over(run, tmp_path, capsys):
+    with (tmp_path / "runs/example/trace/rank-0.jsonl").open("a") as file:
+        file.write('{"n":"ha')
+    assert main(["trace", run]) == 0
+    assert "torn last line skipped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing"], "`sapwood runs` lists what there is"),
+        (["example", "--step", "99"], "it has steps 0 to 2"),
+        (["example", "--svg", "no/such/folder/x.svg"], "cannot write"),
+    ],
+)
+def test_mistakes_are_one_line(run, arguments, message, capsys):
+    assert main(["trace", *arguments]) == 1
+    assert message in capsys.readouterr().err
