@@ -147,7 +147,9 @@ class SyncSession:
             self.add(OBSERVED, "events_share", [rank["seconds"] * 1e3 / step])
 
     def measure_memory(self) -> None:
-        for name in self.names:
+        for name in self.options["memory_of"] or self.names:
+            if name not in self.names:
+                continue
             with contextlib.closing(self.new_group()) as fresh:
                 peak = fresh.peak_memory(name, steps=self.options["memory_steps"])
             self.add(name, "memory", [peak])
@@ -256,7 +258,7 @@ TARGETS = (
 )
 QUICK = Plan(
     axes={"workload": ["nt3", "transformer"], "ranks": [2], "link": [PLAIN, "8gbit"]},
-    seconds_per_case=12,
+    seconds_per_case=10,
     min_rounds=3,
     max_rounds=10,
     options={
@@ -265,6 +267,7 @@ QUICK = Plan(
         "max_burst": 4,
         "observed_steps": 5,
         "memory_steps": 2,
+        "memory_of": ["sapwood", "ddp", "local"],
     },
 )
 FULL = Plan(
@@ -278,6 +281,7 @@ FULL = Plan(
         "max_burst": 8,
         "observed_steps": 20,
         "memory_steps": 5,
+        "memory_of": None,
     },
 )
 BENCHMARK = Benchmark(

@@ -93,6 +93,8 @@ def run_all(
         for index, case in enumerate(chosen):
             begin(f"[{index + 1}/{len(chosen)}] {cases.label(case)}")
             results.append(run_case(benchmark, case, names, plan, report))
+            if "reason" in results[-1]:
+                complain(results[-1])
     return {
         "schema": SCHEMA,
         "benchmark": benchmark.name,
@@ -107,6 +109,10 @@ def run_all(
         "cases": results,
         "targets": [asdict(judge(target, benchmark, results)) for target in benchmark.targets],
     }
+
+
+def complain(result: dict[str, Any]) -> None:
+    print(f"{result['status']}: {cases.label(result['case'])}: {result['reason']}", file=sys.stderr)
 
 
 def record(benchmark: Benchmark, run: dict[str, Any], folder: Path) -> None:
@@ -141,4 +147,4 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
         record(benchmark, run, machine.HERE)
     elif given.full:
         print("not recorded: only part of the benchmark ran (--record keeps it)", file=sys.stderr)
-    return 1 if any(result.get("failed_checks") for result in run["cases"]) else 0
+    return 1 if any("failed" in result["status"] for result in run["cases"]) else 0

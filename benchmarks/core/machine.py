@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,39 @@ def load_average() -> list[float]:
     return [round(value, 2) for value in os.getloadavg()]
 
 
+class Meter:
+    """How much of the machine went to others meanwhile; call ``read`` after children were reaped.
+
+    Load average cannot tell our own ranks from foreign work. CPU time can: what all processes used
+    less what this process and its ended children used.
+    """
+
+    def __init__(self) -> None:
+        self.started, self.ours, (self.busy, self.steal) = time.monotonic(), own_cpu(), all_cpu()
+
+    def read(self) -> dict[str, float]:
+        capacity = (time.monotonic() - self.started) * len(os.sched_getaffinity(0))
+        busy, steal = all_cpu()
+        foreign = max(0.0, busy - self.busy - (own_cpu() - self.ours))
+        return {
+            "foreign": round(foreign / capacity, 3),
+            "steal": round((steal - self.steal) / capacity, 3),
+        }
+
+
+def own_cpu() -> float:
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(item.ru_utime + item.ru_stime for item in used)
+
+
+def all_cpu() -> tuple[float, float]:
+    """Seconds of all processors in processes, and stolen by the hypervisor."""
+    ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    user, nice, system = ticks[:3]
+    second = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system) / second, ticks[7] / second
+
+
 def facts() -> dict[str, Any]:
     import torch
 
@@ -61,6 +96,12 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "revision": revision(),
     }
+
+
+def meter_warning(read: dict[str, float]) -> str | None:
+    if max(read.values()) <= 0.05:
+        return None
+    return f"other work took {read['foreign']:.0%} of the cores, the hypervisor {read['steal']:.0%}"
 
 
 def load_warning(load: float) -> str | None:

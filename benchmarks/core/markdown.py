@@ -8,6 +8,7 @@ from typing import Any
 
 from .cases import label
 from .judge import best_peer
+from .machine import meter_warning
 from .model import Benchmark, Metric, Samples
 from .stats import Ratio, ratio_of_medians, summarise
 
@@ -83,6 +84,9 @@ def ratio_row(benchmark: Benchmark, samples: Samples, metric: Metric) -> list[st
     for name in benchmark.named("peer"):
         theirs = samples.get(name, {}).get(metric.name, [])
         others.append(ratio_text(ratio_of_medians(theirs, values)) if theirs else "-")
+    for name in benchmark.named("limit"):
+        floor = samples.get(name, {}).get(metric.name, [])
+        others.append(ratio_text(ratio_of_medians(values, floor)) if floor else "-")
     return [f"**{best}** ({peer})", *others]
 
 
@@ -96,7 +100,11 @@ def ratio_table(
             rows.append([label(result["case"]), *row])
     if not rows:
         return None
-    header = ["case", "ours / best peer", *(f"{name} / ours" for name in benchmark.named("peer"))]
+    header = [
+        *("case", "ours / best peer"),
+        *(f"{name} / ours" for name in benchmark.named("peer")),
+        *(f"ours / {name}" for name in benchmark.named("limit")),
+    ]
     heading = f"**Ratios of {metric.name}**, medians, with the 95 % bootstrap interval"
     return f"{heading}\n\n{table(header, rows)}"
 
@@ -117,8 +125,12 @@ def remarks(run: dict[str, Any]) -> str | None:
     lines = [f"- warning: {text}" for text in run["warnings"]]
     for result in run["cases"]:
         case = label(result["case"])
-        if result["status"] == "not run":
-            lines.append(f"- **not run**: {case}: {result['reason']}")
+        if result["status"] in ("not run", "failed"):
+            last = result["reason"].strip().splitlines()[-1]
+            lines.append(f"- **{result['status']}**: {case}: {last}")
+        disturbed = meter_warning(result["others"])
+        if disturbed and "samples" in result:
+            lines.append(f"- warning: {case}: {disturbed}")
         lines += [f"- **check failed**: {case}: {text}" for text in result.get("failed_checks", [])]
         found = result.get("facts", {})
         if found:

@@ -104,6 +104,7 @@ class RankGroup:
         timeout: float = 300,
     ) -> None:
         self.timeout = timeout
+        self.failed = False
         self.scratch = tempfile.TemporaryDirectory(prefix="bench-")
         spec = {"module": module, "case": case, "options": options, "scratch": self.scratch.name}
         environment = self.environment(world)
@@ -138,6 +139,13 @@ class RankGroup:
         return self.gather()
 
     def gather(self) -> list[Any]:
+        try:
+            return self.answers()
+        except RankFailed:
+            self.failed = True
+            raise
+
+    def answers(self) -> list[Any]:
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + self.timeout
         with selectors.DefaultSelector() as selector:
@@ -179,6 +187,7 @@ class RankGroup:
             with contextlib.suppress(BrokenPipeError):
                 rank.process.stdin.close()
         for rank in self.ranks:
-            rank.close(grace=20)
+            # Ranks left behind by a failed one wait for it in a collective: no use in patience.
+            rank.close(grace=0.2 if self.failed else 20)
         self.ranks = []
         self.scratch.cleanup()

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import machine
-from .cases import Case, label
+from .cases import Case
 from .model import Benchmark, NotRun, Plan, Round, Samples, Session
+from .ranks import RankFailed
 
 Report = Callable[[str], None]
 
@@ -58,12 +59,26 @@ def merge(samples: Samples, more: Samples) -> None:
 def run_case(
     benchmark: Benchmark, case: Case, names: Sequence[str], plan: Plan, report: Report
 ) -> dict[str, Any]:
+    """One case's record. A case that fails is reported as such: the others' figures stand."""
     result: dict[str, Any] = {"case": case, "load_before": machine.load_average()}
-    started = time.monotonic()
+    started, meter = time.monotonic(), machine.Meter()
     try:
-        session = benchmark.open(case, names, plan.options)
+        result |= measure_case(benchmark, case, names, plan, report)
     except NotRun as reason:
-        return {**result, "status": "not run", "reason": str(reason)}
+        result |= {"status": "not run", "reason": str(reason)}
+    except RankFailed as error:
+        result |= {"status": "failed", "reason": str(error)}
+    result["others"] = meter.read()
+    result["load_after"] = machine.load_average()
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result
+
+
+def measure_case(
+    benchmark: Benchmark, case: Case, names: Sequence[str], plan: Plan, report: Report
+) -> dict[str, Any]:
+    report("starting")
+    session = benchmark.open(case, names, plan.options)
     try:
         rounds = run_rounds(benchmark, session, names, plan, report)
         report("closing measurements")
@@ -72,17 +87,10 @@ def run_case(
         session.close()
     samples = gather(rounds)
     merge(samples, extra.samples)
-    result["load_after"] = machine.load_average()
-    result["seconds"] = round(time.monotonic() - started, 1)
     return {
-        **result,
         "status": "failed checks" if extra.failed_checks else "measured",
         "rounds": len(rounds),
         "samples": samples,
         "facts": extra.facts,
         "failed_checks": extra.failed_checks,
     }
-
-
-def title(result: dict[str, Any]) -> str:
-    return label(result["case"])
