@@ -28,8 +28,9 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 }
 REFERENCE = "ddp"
 OBSERVED = "sapwood+subscriber"
-# Two addends sum the same in any order; with more ranks the order follows the bucket layout.
-MAX_ABS_TWO_RANKS = 1e-5
+# Two addends sum the same in any order, so every tensor must agree. With more ranks the order
+# follows the bucket layout, and a tensor whose true gradient is zero moves by rounding alone.
+MAX_WORST_TWO_RANKS = 1e-3
 MAX_MOVED = 1e-2
 
 
@@ -45,12 +46,13 @@ def sensible(case: Case) -> bool:
 def difference_texts(found: Mapping[str, Any], world: int) -> list[str]:
     texts = []
     for name, gap in found["contenders"].items():
-        apart = world <= 2 and gap["max_abs"] > MAX_ABS_TWO_RANKS
-        # "not below" also catches NaN.
-        if apart or not gap["moved"] <= MAX_MOVED:
+        near = gap["worst"] <= MAX_WORST_TWO_RANKS if world <= 2 else gap["frozen"] == 0
+        # Written so that NaN is a difference.
+        if not (near and gap["moved"] <= MAX_MOVED):
             texts.append(
                 f"weights of {name} differ from {REFERENCE} after {found['steps']} steps: "
-                f"max abs {gap['max_abs']:.2e}, relative to the way trained {gap['moved']:.2e}"
+                f"max abs {gap['max_abs']:.1e}, relative to the way trained {gap['moved']:.1e} "
+                f"(worst tensor {gap['worst']:.1e}), never updated {gap['frozen']}"
             )
     return texts
 
@@ -107,8 +109,8 @@ class SyncSession:
             self.extra.facts["weights"] = f"not compared ({REFERENCE} did not run)"
             return
         answers = group.ask("call", function="compare", reference=REFERENCE)
-        for found in answers:
-            self.extra.failed_checks += difference_texts(found, self.case["ranks"])
+        texts = [text for found in answers for text in difference_texts(found, self.case["ranks"])]
+        self.extra.failed_checks += dict.fromkeys(texts)
         gaps = [gap for found in answers for gap in found["contenders"].values()]
         if gaps:
             worst, moved = (max(gap[key] for gap in gaps) for key in ("max_abs", "moved"))

@@ -176,20 +176,32 @@ def compare(
 ) -> dict[str, Any]:
     """Distance of each contender's weights from the reference's after the same steps.
 
-    ``moved`` is the distance relative to how far training has moved the weights: an absolute
+    Relative to how far training moved the weights, as a whole and for the worst tensor: an absolute
     difference alone cannot tell rounding from a bucket that was never updated.
     """
-    target = made[reference]
+    target = made[reference].weights()
     start = [parameter.detach() for parameter in workload.model().parameters()]
-    distance = norm(list(map(torch.sub, target.weights(), start)))
+    moves = list(map(torch.sub, target, start))
     found = {}
-    for name, trainer in differences(made, target):
-        gaps = list(map(torch.sub, trainer.weights(), target.weights()))
+    for name, trainer in differences(made, made[reference]):
+        gaps = list(map(torch.sub, trainer.weights(), target))
         found[name] = {
             "max_abs": max(float(gap.abs().max()) for gap in gaps),
-            "moved": norm(gaps) / distance,
+            "moved": norm(gaps) / norm(moves),
+            "worst": max(relative(gap, move) for gap, move in zip(gaps, moves, strict=True)),
+            "frozen": frozen(trainer.weights(), start, target),
         }
-    return {"steps": target.steps, "distance": distance, "contenders": found}
+    return {"steps": made[reference].steps, "contenders": found}
+
+
+def relative(gap: Tensor, move: Tensor) -> float:
+    return float(gap.norm() / move.norm()) if bool(gap.any()) else 0.0
+
+
+def frozen(weights: list[Tensor], start: list[Tensor], target: list[Tensor]) -> int:
+    """Tensors that were never updated although the reference updated them."""
+    rows = zip(weights, start, target, strict=True)
+    return sum(torch.equal(now, first) and not torch.equal(to, first) for now, first, to in rows)
 
 
 def norm(tensors: list[Tensor]) -> float:

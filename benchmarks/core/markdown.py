@@ -126,8 +126,7 @@ def remarks(run: dict[str, Any]) -> str | None:
     for result in run["cases"]:
         case = label(result["case"])
         if result["status"] in ("not run", "failed"):
-            last = result["reason"].strip().splitlines()[-1]
-            lines.append(f"- **{result['status']}**: {case}: {last}")
+            lines.append(f"- **{result['status']}**: {case}: {result['reason']}")
         disturbed = meter_warning(result["others"])
         if disturbed and "samples" in result:
             lines.append(f"- warning: {case}: {disturbed}")

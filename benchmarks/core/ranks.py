@@ -66,7 +66,7 @@ class Rank:
         """The answer if it is complete, else None."""
         piece = os.read(self.replies, 1 << 16)
         if not piece:
-            raise RankFailed(f"rank {self.rank} ended:\n{self.last_words()}")
+            raise RankFailed(self.last_words())
         self.buffer += piece
         if not self.buffer.endswith(b"\n"):
             return None
@@ -74,8 +74,12 @@ class Rank:
         return answer
 
     def last_words(self) -> str:
+        # The answer pipe closes before the interpreter has written its traceback.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
         self.errors.seek(0)
-        return self.errors.read().decode(errors="replace")[-STDERR_TAIL:].strip()
+        said = self.errors.read().decode(errors="replace")[-STDERR_TAIL:].strip()
+        return f"rank {self.rank} ended with code {self.process.returncode}: {said}"
 
     def close(self, grace: float) -> None:
         assert self.process.stdin is not None

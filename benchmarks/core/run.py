@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,7 +68,9 @@ def run_case(
     except NotRun as reason:
         result |= {"status": "not run", "reason": str(reason)}
     except RankFailed as error:
-        result |= {"status": "failed", "reason": str(error)}
+        print(error, file=sys.stderr)
+        # A traceback names files of this machine, and results are kept: the last line says why.
+        result |= {"status": "failed", "reason": str(error).splitlines()[-1]}
     result["others"] = meter.read()
     result["load_after"] = machine.load_average()
     result["seconds"] = round(time.monotonic() - started, 1)
