@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -72,10 +73,11 @@ def progress(total: int) -> Iterator[tuple[Report, Report]]:
         TextColumn("{task.fields[at]}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=total + 1, at="")
+        task = bar.add_task("starting", total=total, at="")
+        begun = itertools.count()
 
         def begin(text: str) -> None:
-            bar.update(task, advance=1, description=text, at="")
+            bar.update(task, completed=next(begun), description=text, at="")
 
         yield begin, lambda text: bar.update(task, at=text)
 
