@@ -1,0 +1,197 @@
+"""A group of long-lived rank processes that execute every contender in turn.
+
+The same processes run all contenders, so placement, page cache and clocks are equal for all.
+Commands and answers are one JSON line each, over pipes that nobody else writes to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+BENCHMARKS = Path(__file__).resolve().parent.parent
+STDERR_TAIL = 3000
+Wrap = Callable[[list[str]], list[str]]
+
+
+class RankFailed(Exception):  # noqa: N818 - named for what happened
+    """A rank failed or did not answer in time."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Rank:
+    """The parent's end of one rank process."""
+
+    def __init__(self, rank: int, environment: Mapping[str, str], wrap: Wrap, spec: str) -> None:
+        self.rank = rank
+        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close
+        self.replies, write_end = os.pipe()
+        command = [sys.executable, "-m", "core.rank", str(write_end), spec]
+        self.process = subprocess.Popen(
+            wrap(command),
+            stdin=subprocess.PIPE,
+            stdout=self.errors,
+            stderr=self.errors,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=BENCHMARKS,
+            pass_fds=[write_end],
+            start_new_session=True,
+        )
+        os.close(write_end)
+        self.buffer = b""
+
+    def send(self, command: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        # A rank that died is reported by its closed answer pipe, with its last words.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(command).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def receive(self) -> Any:
+        """The answer if it is complete, else None."""
+        piece = os.read(self.replies, 1 << 16)
+        if not piece:
+            raise RankFailed(self.last_words())
+        self.buffer += piece
+        if not self.buffer.endswith(b"\n"):
+            return None
+        answer, self.buffer = json.loads(self.buffer), b""
+        return answer
+
+    def last_words(self) -> str:
+        # The answer pipe closes before the interpreter has written its traceback.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        self.errors.seek(0)
+        said = self.errors.read().decode(errors="replace")[-STDERR_TAIL:].strip()
+        return f"rank {self.rank} ended with code {self.process.returncode}: {said}"
+
+    def close(self, grace: float) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.replies)
+        self.errors.close()
+
+
+class RankGroup:
+    """``world`` ranks that load ``module`` (see core/rank.py for what it must define)."""
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        world: int,
+        case: Mapping[str, Any],
+        options: Mapping[str, Any],
+        wrap: Wrap = lambda command: command,
+        timeout: float = 300,
+    ) -> None:
+        self.timeout = timeout
+        self.failed = False
+        self.scratch = tempfile.TemporaryDirectory(prefix="bench-")
+        spec = {"module": module, "case": case, "options": options, "scratch": self.scratch.name}
+        environment = self.environment(world)
+        self.ranks: list[Rank] = []
+        try:
+            for rank in range(world):
+                self.ranks.append(Rank(rank, environment, wrap, json.dumps(spec)))
+            self.gather()
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def environment(world: int) -> dict[str, str]:
+        inherited = os.environ.get("PYTHONPATH")
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(BENCHMARKS), inherited])),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+            # Private namespaces have only the loopback, and host names do not resolve there.
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+    def ask(self, do: str, **arguments: Any) -> list[Any]:
+        """Sends one command to all ranks; their answers, in order of rank."""
+        for rank in self.ranks:
+            rank.send({"do": do, **arguments})
+        return self.gather()
+
+    def gather(self) -> list[Any]:
+        try:
+            return self.answers()
+        except RankFailed:
+            self.failed = True
+            raise
+
+    def answers(self) -> list[Any]:
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + self.timeout
+        with selectors.DefaultSelector() as selector:
+            for rank in self.ranks:
+                selector.register(rank.replies, selectors.EVENT_READ, rank)
+            while len(answers) < len(self.ranks):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    silent = [rank.rank for rank in self.ranks if rank.rank not in answers]
+                    raise RankFailed(f"ranks {silent} gave no answer in {self.timeout:.0f} s")
+                for key, _ in ready:
+                    answer = key.data.receive()
+                    if answer is not None:
+                        answers[key.data.rank] = answer
+        return [answers[rank.rank] for rank in self.ranks]
+
+    def make(self, contender: str) -> None:
+        self.ask("make", contender=contender)
+
+    def burst(self, contender: str, *, warm: int, steps: int) -> dict[str, float]:
+        """Per step: wall seconds of the slowest rank; CPU and switches summed over the ranks."""
+        answers = self.ask("burst", contender=contender, warm=warm, steps=steps)
+        return {
+            "wall": max(answer["wall"] for answer in answers) / steps,
+            "cpu": sum(answer["cpu"] for answer in answers) / steps,
+            "switches": sum(answer["switches"] for answer in answers) / steps,
+        }
+
+    def peak_memory(self, contender: str, *, steps: int) -> float:
+        """MiB a contender adds at its peak, in the rank that needs most.
+
+        Honest only in a group where nothing was made before: allocators keep what they got.
+        """
+        return max(self.ask("peak_memory", contender=contender, steps=steps))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            assert rank.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                rank.process.stdin.close()
+        for rank in self.ranks:
+            # Ranks left behind by a failed one wait for it in a collective: no use in patience.
+            rank.close(grace=0.2 if self.failed else 20)
+        self.ranks = []
+        self.scratch.cleanup()

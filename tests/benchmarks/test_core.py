@@ -1,0 +1,144 @@
+"""The pure parts of the benchmark harness."""
+
+import math
+
+import pytest
+
+from benchmarks.core import cases, markdown, run
+from benchmarks.core.judge import Target, judge
+from benchmarks.core.model import Benchmark, Contender, Metric, Plan
+from benchmarks.core.stats import ratio_of_medians, summarise
+
+STEP = Metric(name="step", unit="ms", meaning="a step", ratios=True)
+PLAN = Plan(axes={"ranks": [1, 2]}, seconds_per_case=0, min_rounds=3, max_rounds=5)
+
+
+class Scripted:
+    """A session that answers from a table and remembers the order of questions."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def measure(self, contender: str) -> dict[str, float]:
+        self.asked.append(contender)
+        return {"step": {"mine": 9.0, "slow": 12.0, "fast": 10.0, "floor": 5.0}[contender]}
+
+
+def bench(**changes: object) -> Benchmark:
+    roles = {"mine": "ours", "slow": "peer", "fast": "peer", "floor": "limit"}
+    settings = {
+        "name": "demo",
+        "question": "How fast?",
+        "contenders": [Contender(name=n, role=r, note="") for n, r in roles.items()],
+        "metrics": [STEP],
+        "open": lambda case, names, options: Scripted(),
+        "quick": PLAN,
+        "full": PLAN,
+    }
+    return Benchmark(**{**settings, **changes})
+
+
+def result(ranks: int, **steps: list[float]) -> dict:
+    return {
+        "case": {"ranks": ranks},
+        "status": "measured",
+        "others": {"foreign": 0.0, "steal": 0.0},
+        "samples": {name: {"step": values} for name, values in steps.items()},
+    }
+
+
+def test_every_combination_of_the_axes_is_a_case() -> None:
+    found = cases.expand({"a": [1, 2], "b": "x", "c": (3, 4)}, keep=lambda case: case["a"] != 2)
+    assert found == [{"a": 1, "b": "x", "c": 3}, {"a": 1, "b": "x", "c": 4}]
+
+
+def test_filters_compare_as_text_and_join_values_of_one_axis() -> None:
+    axes = {"ranks": [1, 2, 4], "link": ["a", "b"]}
+    filters = cases.parse_filters(["ranks=1,4", "link=a"], axes)
+    assert cases.select(cases.expand(axes), filters) == [
+        {"ranks": 1, "link": "a"},
+        {"ranks": 4, "link": "a"},
+    ]
+    with pytest.raises(SystemExit, match="axis of ranks, link"):
+        cases.parse_filters(["rank=1"], axes)
+
+
+def test_summary_has_median_and_spread() -> None:
+    found = summarise(list(range(11)))
+    assert (found.n, found.median, found.p10, found.p90) == (11, 5, 1, 9)
+    assert math.isnan(summarise([]).median)
+
+
+def test_ratio_interval_covers_noise_and_not_what_hit_both() -> None:
+    drift = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    paired = ratio_of_medians([2 * value for value in drift], drift)
+    assert (paired.low, paired.value, paired.high) == pytest.approx((2, 2, 2))
+    noisy = ratio_of_medians([9, 10, 11, 10, 12], [10, 9, 11, 12, 10, 10])
+    assert noisy.low < 1 < noisy.high
+
+
+def test_rounds_rotate_their_order_and_measure_all_alike() -> None:
+    session, names = Scripted(), ["mine", "slow", "fast"]
+    rounds = run.run_rounds(bench(), session, names, PLAN, lambda text: None)
+    assert session.asked == ["mine", "slow", "fast", "slow", "fast", "mine", "fast", "mine", "slow"]
+    assert run.gather(rounds)["mine"]["step"] == [9.0] * 3
+
+
+def test_target_is_judged_against_the_best_peer_in_every_case() -> None:
+    target = Target(text="10 % faster", metric="step", at="most", bound=0.9)
+    good = result(1, mine=[8.0] * 5, slow=[20.0] * 5, fast=[10.0] * 5)
+    bad = result(2, mine=[9.5] * 5, slow=[20.0] * 5, fast=[10.0] * 5)
+    assert judge(target, bench(), [good]).verdict == "met"
+    verdict = judge(target, bench(), [good, bad])
+    assert verdict.verdict == "missed"
+    assert "worst 0.95 (ranks=2)" in verdict.detail
+    assert "1 of 2" in verdict.detail
+
+
+def test_target_without_figures_is_not_judged() -> None:
+    target = Target(text="x", metric="step", at="most", bound=1, where=lambda case: False)
+    assert judge(target, bench(), [result(1, mine=[1.0])]).verdict == "not judged"
+    left_out = {"case": {"ranks": 1}, "status": "not run", "reason": "no root"}
+    target = Target(text="x", metric="step", at="most", bound=1)
+    assert judge(target, bench(), [left_out]).verdict == "not judged"
+
+
+def test_target_on_ours_alone_and_doubt() -> None:
+    target = Target(text="x", metric="step", at="least", bound=3, of="ours")
+    verdict = judge(target, bench(), [result(1, mine=[1.0, 2.0, 4.0, 5.0, 6.0])])
+    assert verdict.verdict == "met"
+    assert "inside the interval of 1" in verdict.detail
+
+
+def test_only_the_own_section_is_replaced() -> None:
+    page = markdown.replace_section("", "one", "first")
+    page = markdown.replace_section(page, "two", "second")
+    page = markdown.replace_section(page + "\nby hand\n", "one", "third")
+    assert "first" not in page
+    assert page.index("third") < page.index("second") < page.index("by hand")
+    assert page.count("<!-- begin one -->") == page.count("<!-- end one -->") == 1
+    with pytest.raises(SystemExit, match="has no"):
+        markdown.replace_section("<!-- begin one -->", "one", "x")
+
+
+def test_report_names_cases_that_did_not_run() -> None:
+    left_out = {"case": {"ranks": 2}, "status": "not run", "reason": "no root"}
+    record = {
+        "mode": "quick",
+        "date": "2000-01-01",
+        "seconds": 1.0,
+        "machine": {"cores": 2},
+        "load_before": [0.0],
+        "load_after": [0.0],
+        "warnings": [],
+        "contenders": ["mine", "fast", "floor"],
+        "cases": [
+            result(1, mine=[8.0], fast=[10.0], floor=[4.0]),
+            {**left_out, "others": {"foreign": 0.0, "steal": 0.0}},
+        ],
+        "targets": [],
+    }
+    text = markdown.render(bench(), record)
+    assert "**not run**: ranks=2: no root" in text
+    assert "**0.800 [0.800, 0.800]** (fast)" in text
+    assert "2.000 [2.000, 2.000]" in text
