@@ -13,6 +13,7 @@ import pytest
 
 from sapwood.testing import hygiene
 
+GRACE = 5.0
 ROOT = Path(__file__).resolve().parent.parent
 
 # A deadline per example would make a test depend on how busy the machine is.
@@ -86,7 +87,7 @@ def clean(tmp_path: Path, session_tmp: Path) -> Iterator[hygiene.Snapshot]:
         patch.setenv("TMPDIR", str(inner))
         patch.setattr(tempfile, "tempdir", None)
         yield before
-    problems = hygiene.leftovers(before)
+    problems = hygiene.leftovers(before, GRACE)
     if problems:
         hygiene.restore(before)
         pytest.fail("the test left something behind:\n  " + "\n  ".join(problems), pytrace=False)
