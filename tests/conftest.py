@@ -13,6 +13,7 @@ import pytest
 
 from sapwood.testing import hygiene
 
+GRACE = 5.0
 ROOT = Path(__file__).resolve().parent.parent
 
 # A deadline per example would make a test depend on how busy the machine is.
@@ -47,8 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def session_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The temporary directory of the whole run; a test that writes here has left its own."""
+def session_tmp(rank_server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The temporary directory of the whole run; a test that writes here has left its own.
+
+    The fork server comes first: its socket needs a short path, which this folder has not.
+    """
     folder = tmp_path_factory.mktemp("session")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -57,7 +61,7 @@ def session_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def rank_server(session_tmp: Path) -> Iterator[None]:
+def rank_server() -> Iterator[None]:
     """Start the fork server of the ranks before the first test, and end it after the last."""
     import torch
 
@@ -83,7 +87,7 @@ def clean(tmp_path: Path, session_tmp: Path) -> Iterator[hygiene.Snapshot]:
         patch.setenv("TMPDIR", str(inner))
         patch.setattr(tempfile, "tempdir", None)
         yield before
-    problems = hygiene.leftovers(before)
+    problems = hygiene.leftovers(before, GRACE)
     if problems:
         hygiene.restore(before)
         pytest.fail("the test left something behind:\n  " + "\n  ".join(problems), pytrace=False)

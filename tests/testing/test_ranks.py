@@ -53,7 +53,13 @@ def stand_still(*still: int) -> int:
 
 
 def leave_thread() -> None:
-    threading.Thread(target=time.sleep, args=(300,), name="forgotten").start()
+    threading.Thread(target=outlive_main_thread, name="forgotten").start()
+
+
+def outlive_main_thread() -> None:
+    threading.main_thread().join(60)
+    ranks.mark("main thread is over")
+    threading.Event().wait(300)
 
 
 def leave_child(seconds: str = "300") -> int:
@@ -178,11 +184,22 @@ def test_a_value_that_cannot_be_sent_is_that_ranks_error() -> None:
 
 
 def test_at_the_timeout_every_stack_is_told_and_all_is_ended() -> None:
-    with pytest.raises(RankError) as info:
-        ranks.spawn(stand_still, 3, 0, 2, timeout=1.5)
+    with ranks.start(stand_still, 3, 0, 2) as group:
+        group.wait(60, ranks=[1])
+        group.wait_mark("here", 0)
+        group.wait_mark("here", 2)
+        pids = group.pids
+        with pytest.raises(RankError) as info:
+            group.wait(0.1)
+        assert not any(running(pid) for pid in pids)
     text = str(info.value)
-    assert "not done after 1.5 s: rank 0, rank 2; finished: rank 1" in text
+    assert "not done after 0.1 s: rank 0, rank 2; finished: rank 1" in text
     assert text.count("in stand_still") == 2
+
+
+def test_spawn_keeps_its_timeout_however_early_it_comes() -> None:
+    with pytest.raises(RankError, match=r"not done after 0.1 s: rank 0; finished: none"):
+        ranks.spawn(stand_still, 1, 0, timeout=0.1)
 
 
 def test_a_stopped_rank_is_told_as_stopped_and_still_gives_its_stack() -> None:
@@ -195,8 +212,10 @@ def test_a_stopped_rank_is_told_as_stopped_and_still_gives_its_stack() -> None:
 
 
 def test_a_thread_that_keeps_a_rank_alive_is_told() -> None:
-    with pytest.raises(RankError, match="its function returned, but a thread keeps"):
-        ranks.spawn(leave_thread, 1, timeout=1.5)
+    with ranks.start(leave_thread, 1) as group:
+        group.wait_mark("main thread is over", 0)
+        with pytest.raises(RankError, match="its function returned, but a thread keeps"):
+            group.wait(0.1)
 
 
 def test_a_process_left_by_a_rank_is_told_and_ended() -> None:
@@ -285,6 +304,7 @@ STARTER = """
         threading.Event().wait(300)
 
     if __name__ == "__main__":
+        ranks._PRELOADED = ("sapwood.testing._rank",)  # less to wait for
         with ranks.start(stand_still, 2) as group:
             group.wait_mark("here", 0)
             group.wait_mark("here", 1)

@@ -18,6 +18,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "resnet50": {"width": 0.125, "image": 32, "classes": 4, "batch_size": 8},
     "transformer": {"dim": 32, "vocab": 32, "seq": 16},
 }
+STEPS = {"densenet121": 16, "resnet152": 16, "transformer": 60}
 
 
 def losses(work: workloads.Workload, steps: int) -> list[float]:
@@ -83,8 +84,8 @@ def test_tied_embeddings_are_one_tensor() -> None:
 
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_the_loss_falls(name: str) -> None:
-    seen = losses(workloads.by_name(name, **SMALL[name]), 30)
-    assert sum(seen[-5:]) < 0.75 * sum(seen[:5]), seen
+    seen = losses(workloads.by_name(name, **SMALL[name]), STEPS.get(name, 30))
+    assert sum(seen[-5:]) < 0.6 * sum(seen[:5]), seen
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))

@@ -75,7 +75,7 @@ class Group:
             raise self._expired(f"not done after {timeout:g} s")
         return outcomes
 
-    def wait_mark(self, name: str, rank: int, timeout: float = 30.0) -> None:
+    def wait_mark(self, name: str, rank: int, timeout: float = 60.0) -> None:
         """Wait until ``rank`` has come to ``mark(name)``.
 
         Raises:

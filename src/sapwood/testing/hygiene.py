@@ -246,9 +246,12 @@ def _restore_torch(state: dict[str, Any]) -> None:
     torch = sys.modules["torch"]
     torch.set_default_dtype(state["default dtype"])
     torch.set_num_threads(state["number of threads"])
-    warn_only = state["deterministic warn only"]
-    torch.use_deterministic_algorithms(state["deterministic algorithms"], warn_only=warn_only)
     torch.set_grad_enabled(state["grad mode"])
+    now = torch_state()
+    strict, warn_only = "deterministic algorithms", "deterministic warn only"
+    # Only when it differs: this call imports the compiler, which takes seconds.
+    if (now[strict], now[warn_only]) != (state[strict], state[warn_only]):
+        torch.use_deterministic_algorithms(state[strict], warn_only=state[warn_only])
     if torch.get_default_device() != state["default device"]:
         torch.set_default_device(state["default device"])
     if torch.distributed.is_initialized() and not state["process group"]:

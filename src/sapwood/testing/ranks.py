@@ -26,6 +26,7 @@ import pickle
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ Env = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 StartMethod = Literal["forkserver", "spawn"]
 Store = Literal["parent", "rank0"]
 
+# The first optimizer a process makes imports torch._dynamo, which takes about as long as torch.
+_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "sapwood.testing._rank")
 # Test modules import these; a rank that has to load them again would wait for it.
 _ALSO_PRELOADED_IF_LOADED = ("pytest", "hypothesis", "numpy")
 
@@ -126,10 +129,16 @@ def start(
 
 def warm() -> None:
     """Start the fork server now, in the background, rather than with the first rank."""
-    modules = ["torch", "torch.distributed", "sapwood.testing._rank"]
-    modules += [name for name in _ALSO_PRELOADED_IF_LOADED if name in sys.modules]
-    multiprocessing.forkserver.set_forkserver_preload(modules)
-    multiprocessing.forkserver.ensure_running()
+    also = [name for name in _ALSO_PRELOADED_IF_LOADED if name in sys.modules]
+    multiprocessing.forkserver.set_forkserver_preload([*_PRELOADED, *also])
+    try:
+        multiprocessing.forkserver.ensure_running()
+    except OSError as error:
+        folder = tempfile.gettempdir()
+        raise LaunchError(
+            f"cannot start the fork server with its socket below TMPDIR={folder!r}: {error}; "
+            "a socket's path has at most 107 characters, so choose a shorter TMPDIR"
+        ) from error
 
 
 def stop_server() -> None:
