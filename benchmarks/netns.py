@@ -32,7 +32,7 @@ TRIAL_WARM_SECONDS = 0.2
 TOLERANCE = 0.15
 
 
-class Unavailable(Exception):  # noqa: N818 - a report, not a failure
+class Unavailable(Exception):
     """No limited link here; the text says why."""
 
 

@@ -15,7 +15,7 @@ Role = Literal["ours", "variant", "peer", "baseline", "limit"]
 Samples = dict[str, dict[str, list[float]]]
 
 
-class NotRun(Exception):  # noqa: N818 - a report, not a failure
+class NotRun(Exception):
     """A case cannot be measured here; the reason goes into the report."""
 
 

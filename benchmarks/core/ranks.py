@@ -24,7 +24,7 @@ STDERR_TAIL = 3000
 Wrap = Callable[[list[str]], list[str]]
 
 
-class RankFailed(Exception):  # noqa: N818 - named for what happened
+class RankFailed(Exception):
     """A rank failed or did not answer in time."""
 
 

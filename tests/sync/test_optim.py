@@ -58,6 +58,8 @@ def test_views_together_equal_the_whole(name: str, options: dict[str, Any]) -> N
         views.follow()
         for part in parts:
             part.step()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain, viewed, strict=True))
+        assert all(b.grad._version == 0 for b in viewed)
     for a, b in zip(plain, viewed, strict=True):
         assert torch.equal(a, b)
         for key, value in reference.state[a].items():

@@ -326,10 +326,9 @@ class Layerwise:
             return
         self._check_touched(bucket)
         self._updated_at.append(self._updater.update(ready))
-        bucket.note_versions()
 
     def _check_touched(self, bucket: Bucket) -> None:
-        if bucket.touched():
+        if self._context.views.keeps_gradients and bucket.touched():
             raise self._broken(_touched(bucket))
 
     def _reduce_dormant(self) -> None:

@@ -141,6 +141,8 @@ class Views:
             )
         self.optimizer = optimizer
         self.fused = fused
+        self.keeps_gradients = isinstance(optimizer, _PER_PARAMETER)
+        """Known not to write to gradients, so that anybody else who does can be found out."""
         self._mode = mode
         self._made: list[OptimizerView] = []
         self._stepping = False
