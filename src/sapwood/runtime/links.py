@@ -1,0 +1,62 @@
+"""The connections behind a process group, so that a broken group can be left at once.
+
+gloo cannot abort: a collective whose peer is stuck blocks until its timeout, and so does destroying
+the group or ending the process. Shutting the connections down makes it fail now, on both sides.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from typing import TypeVar
+
+__all__ = ["Links"]
+
+T = TypeVar("T")
+
+
+class Links:
+    """The TCP connections that came up while something was being made."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._inodes: dict[int, str] = {}
+
+    def during(self, make: Callable[[], T]) -> T:
+        """Call ``make`` and remember the connections this process gained meanwhile."""
+        before = _sockets()
+        made = make()
+        self._inodes = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
+        return made
+
+    def cut(self) -> None:
+        """Shut them down. Descriptors stay open: they are their owner's to close."""
+        present = _sockets()
+        for fd, name in self._inodes.items():
+            if present.get(fd) != name:
+                continue
+            with closing(socket.socket(fileno=os.dup(fd))) as link:
+                try:
+                    if link.type == socket.SOCK_STREAM and link.family != socket.AF_UNIX:
+                        link.shutdown(socket.SHUT_RDWR)
+                except OSError:  # not connected: a listener, or already down
+                    continue
+        self._inodes = {}
+
+
+def _sockets() -> dict[int, str]:
+    found: dict[int, str] = {}
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return found
+    for name in names:
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            found[int(name)] = target
+    return found

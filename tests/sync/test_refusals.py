@@ -1,0 +1,151 @@
+"""Ranks that do not belong together: a clear error on every rank, and no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sapwood
+from sapwood.testing import ranks
+from sapwood.testing.ranks import rank
+from tests.sync import models
+
+SGD = {"lr": 0.1, "momentum": 0.9}
+
+
+def start(model: nn.Module, lr: float = 0.1, **settings: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with sapwood.Run(model, optimizer, timeout=30.0, **settings) as run:
+        models.train_run_step(run, 0)
+
+
+def other_width() -> None:
+    start(models.mlp(width=16 + rank()))
+
+
+def other_dtype() -> None:
+    model = models.mlp()
+    if rank() == 1:
+        model[4].to(torch.bfloat16)
+    start(model)
+
+
+def other_order() -> None:
+    layers = {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)}
+    names = ("a", "b") if rank() == 0 else ("b", "a")
+    start(nn.Sequential(*[nn.ModuleDict({n: layers[n]}) for n in names]))
+
+
+def other_lr() -> None:
+    start(models.mlp(), lr=0.1 + 0.1 * rank())
+
+
+def other_setting() -> None:
+    start(models.mlp(), bucket_mb=1.0 + rank())
+
+
+def other_frozen() -> None:
+    model = models.mlp()
+    if rank() == 2:
+        model[0].requires_grad_(False)
+    start(model)
+
+
+def foreign_parameter() -> None:
+    model = models.mlp()
+    held = [nn.Parameter(torch.zeros(2, 9))] if rank() == 1 else model.parameters()
+    with sapwood.Run(model, torch.optim.SGD(held, lr=0.1), timeout=30.0):
+        pass
+
+
+REFUSED: dict[str, tuple[Callable[[], None], int, str]] = {
+    "width": (other_width, 2, r"rank 0 has \[parameter 0.weight: shape \(16, 16\).*\(17, 17\)"),
+    "dtype": (other_dtype, 2, r"4.weight.*float32.*rank 1 has .*bfloat16"),
+    "order": (other_order, 2, r"0\.a\.weight.*0\.b\.weight"),
+    "learning rate": (other_lr, 2, r"'lr': 0.1.*'lr': 0.2"),
+    "setting": (other_setting, 2, r"bucket_mb = 1.0.*bucket_mb = 2.0"),
+    "frozen": (other_frozen, 3, r"0.weight.*trained.*rank 2 has.*frozen"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ranks_that_differ_are_refused_at_start(name: str) -> None:
+    function, count, pattern = REFUSED[name]
+    outcomes = ranks.spawn(function, count, expect_errors=True, timeout=100)
+    for outcome in outcomes:
+        assert outcome.error_type == "MismatchError"
+        with pytest.raises(AssertionError, match=pattern):
+            raise AssertionError(outcome.error)
+
+
+def test_one_ranks_own_mistake_reaches_the_others() -> None:
+    others, culprit = ranks.spawn(foreign_parameter, 2, expect_errors=True, timeout=100)
+    assert culprit.error_type == "ConfigError"
+    assert others.error_type == "PeerFailed"
+    assert "rank 1 failed: ConfigError" in others.error
+    assert "(2, 9)" in others.error
+
+
+def twice(kind: str) -> None:
+    if kind == "reentrant":
+        model = models.seeded(lambda: models.Shared(reentrant=True))
+        start(model)
+    model = models.mlp()
+    with sapwood.Run(model, torch.optim.SGD(model.parameters(), **SGD), timeout=30.0) as run:
+        x, y = models.batch(0, rank())
+        for _ in range(2):
+            if kind == "one rank only" and rank() == 0 and run.model(x) is None:
+                return
+            models.loss_of(run.model(x), y).backward()
+            if kind == "one rank only" and rank() == 0:
+                run.step()
+
+
+@pytest.mark.parametrize("kind", ["all ranks", "reentrant"])
+def test_what_no_engine_can_do_is_refused_on_every_rank(kind: str) -> None:
+    for outcome in ranks.spawn(twice, 2, kind, expect_errors=True, timeout=100):
+        assert outcome.error_type == "UsageError"
+        expected = "use_reentrant=False" if kind == "reentrant" else "run.step()"
+        assert expected in outcome.error
+
+
+def test_backward_twice_on_one_rank_reaches_the_other() -> None:
+    other, culprit = ranks.spawn(twice, 2, "one rank only", expect_errors=True, timeout=100)
+    assert culprit.error_type == "UsageError"
+    assert other.error_type == "PeerFailed"
+    assert "run.step()" in other.error
+
+
+def clip_too_late() -> None:
+    model = models.mlp()
+    with sapwood.Run(model, torch.optim.SGD(model.parameters(), **SGD), timeout=30.0) as run:
+        x, y = models.batch(0, rank())
+        models.loss_of(run.model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        run.step()
+
+
+def test_clipping_by_hand_is_never_ignored() -> None:
+    for outcome in ranks.spawn(clip_too_late, 2, expect_errors=True, timeout=100):
+        assert outcome.error_type == "UsageError"
+        assert "clip_grad_norm" in outcome.error
+
+
+def thaw_one_rank() -> None:
+    model = models.mlp()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    with sapwood.Run(model, optimizer, timeout=3.0) as run:
+        models.train_run_step(run, 0)
+        if rank() == 1:
+            model[0].requires_grad_(True)
+        models.train_run_step(run, 1)
+
+
+def test_thawing_on_one_rank_only_is_an_error_on_both() -> None:
+    for outcome in ranks.spawn(thaw_one_rank, 2, expect_errors=True, timeout=100):
+        assert outcome.error_type == "PeerFailed"
