@@ -19,7 +19,7 @@ from typing import Literal
 
 from sapwood.errors import LaunchError
 
-__all__ = ["MPI_RANK_VARIABLES", "Launch", "detect", "first_host"]
+__all__ = ["MPI_MARKS", "Launch", "detect", "first_host"]
 
 Launcher = Literal["none", "torchrun", "srun", "mpirun"]
 
@@ -49,8 +49,8 @@ _PMI = _Family(
 )
 _PALS = _Family("PALS_RANKID", "PALS_SIZE", ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE",))
 _MPI_FAMILIES = (_OPEN_MPI, _PMI, _PALS)
-MPI_RANK_VARIABLES = tuple(family.rank for family in _MPI_FAMILIES)
-"""A process started by mpirun has one of these; mpirun itself has none."""
+MPI_MARKS = (*(f.rank for f in _MPI_FAMILIES), *(f.world for f in _MPI_FAMILIES), "PMI_FD")
+"""What mpirun sets in its ranks, and so in whatever a rank starts, but not in itself."""
 _MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID")
 # Below the ports Linux gives to outgoing connections, which could be taken by chance.
 _PORT_BASE, _PORT_SPAN = 20000, 12000
