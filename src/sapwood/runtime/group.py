@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sapwood.errors import MismatchError, PeerFailed, SapwoodError
+from sapwood.errors import DeadlineError, LaunchError, MismatchError, PeerFailed, SapwoodError
+from sapwood.runtime.bounded import BoundedStore
 from sapwood.runtime.failure import FailureBoard
 from sapwood.runtime.launch import Launch, detect
 from sapwood.runtime.rendezvous import meet
@@ -21,7 +23,8 @@ from sapwood.runtime.stores import HashStore, PrefixStore, Store
 
 __all__ = ["Group", "Pending"]
 
-_POLL = timedelta(seconds=1)
+T = TypeVar("T")
+_POLL = 1.0
 # How long a rank whose connection broke looks for the reason the failed rank may be writing.
 _GRACE = 2.0
 # How long rank 0 keeps the store open for ranks that end later.
@@ -53,11 +56,13 @@ class Pending:
             return
         deadline = time.monotonic() + self._group.timeout
         while True:
+            # Asked before the wait: work that ends well just after it is not work that failed.
+            ended = self._work.is_completed()
             try:
-                self._work.wait(_POLL)
+                self._work.wait(timedelta(seconds=_POLL))
                 return
             except RuntimeError as error:
-                if self._work.is_completed():
+                if ended:
                     raise self._group.explain(self._what, error) from error
                 self._group.check_peers(self._what)
                 if time.monotonic() > deadline:
@@ -76,8 +81,8 @@ class Group:
         self.world = launch.world
         self.device = device
         self.timeout = timeout
-        self.store = store
-        self.board = FailureBoard(store, launch.rank)
+        self.store = BoundedStore(store, timeout)
+        self.board = FailureBoard(self.store, launch.rank)
         self.process_group: dist.ProcessGroup | None = None
         self._owns_world = False
         self._rounds = 0
@@ -95,14 +100,20 @@ class Group:
             alone = cls(launch, device, HashStore(), timeout=timeout)
             alone.board.watch_uncaught()
             return alone
-        if started:
-            _init_world(launch, device, timeout)
+        # What an earlier group, or an earlier attempt of the launcher, wrote must not be read.
         prefix = f"sapwood/{launch.job}/{_made}"
+        if started:
+            _init_world(launch, PrefixStore(prefix, meet(launch, timeout)), device, timeout)
         store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         group = cls(launch, device, store, timeout=timeout)
         group._owns_world = started
-        # Its own communicator, so that what users send on theirs cannot come between.
-        group.process_group = dist.new_group(timeout=timedelta(seconds=timeout))
+        try:
+            # Its own communicator, so that what users send on theirs cannot come between.
+            group.process_group = dist.new_group(timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            problem = group.explain("forming the group", error)
+            group.close()
+            raise problem from error
         group.board.watch_uncaught()
         return group
 
@@ -132,9 +143,11 @@ class Group:
         """Rank 0's ``text``, on every rank."""
         if self.world == 1:
             return text
+        self._rounds += 1
+        place, what = f"text-{self._rounds}", f"waiting for rank 0's {key}"
         if self.rank == 0:
-            self.store.set(key, text)
-        return self._get(key, f"waiting for rank 0's {key}").decode()
+            self._ask(what, lambda: self.store.set(place, text))
+        return self._get(place, what).decode()
 
     def check_same(self, what: str, lines: Sequence[str]) -> None:
         """Raise on every rank, naming the first difference, unless all ranks pass equal lines.
@@ -142,15 +155,16 @@ class Group:
         Raises:
             MismatchError: some rank's lines differ from rank 0's.
         """
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-        odd = self.compare_with_rank0(f"comparing the {what}", digest, json.dumps(list(lines)))
+        text = json.dumps(list(lines))
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        odd = self.compare_with_rank0(f"comparing the {what}", digest, text)
         if not odd:
             return
         first = min(rank for rank in odd if rank)
-        text = _first_difference(json.loads(odd[0]), json.loads(odd[first]), first)
+        where = _first_difference(json.loads(odd[0]), json.loads(odd[first]), first)
         ranks = f"rank {first}" if len(odd) == 2 else f"{len(odd) - 1} ranks"
         raise MismatchError(
-            f"the {what} of {ranks} is not that of rank 0. First difference: {text}. Build the "
+            f"the {what} of {ranks} is not that of rank 0. First difference: {where}. Build the "
             "same on every rank, for instance from the same arguments and before anything that "
             "depends on the rank"
         )
@@ -166,33 +180,40 @@ class Group:
         self._rounds += 1
         key = f"round-{self._rounds}"
         if self.rank == 0:
-            self.store.set(f"{key}/whole", whole)
-            self.store.set(f"{key}/brief", brief)
+            self._ask(what, lambda: self.store.set(f"{key}/whole", whole))
+            self._ask(what, lambda: self.store.set(f"{key}/brief", brief))
         elif self._get(f"{key}/brief", what).decode() != brief:
-            place = self.store.add(f"{key}/odd", 1)
-            self.store.set(f"{key}/odd/{place}", json.dumps([self.rank, whole]))
-        if self.store.add(f"{key}/arrived", 1) == self.world:
-            self.store.set(f"{key}/all", "1")
+            entry = json.dumps([self.rank, whole])
+            place = self._add(f"{key}/odd", 1, what)
+            self._ask(what, lambda: self.store.set(f"{key}/odd/{place}", entry))
+        if self._add(f"{key}/arrived", 1, what) == self.world:
+            self._ask(what, lambda: self.store.set(f"{key}/all", "1"))
         self._get(f"{key}/all", what)
-        count = self.store.add(f"{key}/odd", 0)
+        count = self._add(f"{key}/odd", 0, what)
         if not count:
             return {}
         entries = [json.loads(self._get(f"{key}/odd/{n}", what)) for n in range(1, count + 1)]
         return {0: self._get(f"{key}/whole", what).decode(), **dict(entries)}
 
+    def _ask(self, what: str, act: Callable[[], T]) -> T:
+        """Do something with the store; that it is gone, or silent, is a peer's failure."""
+        try:
+            return act()
+        except DeadlineError as error:
+            raise self.silent(what) from error
+        except RuntimeError as error:
+            raise self.explain(what, error) from error
+
+    def _add(self, key: str, amount: int, what: str) -> int:
+        return self._ask(what, lambda: self.store.add(key, amount))
+
     def _get(self, key: str, what: str) -> bytes:
         deadline = time.monotonic() + self.timeout
-        while time.monotonic() < deadline:
-            try:
-                self.store.wait([key], _POLL)
-            except dist.DistNetworkError as error:
-                raise self.explain(what, error) from error
-            except dist.DistStoreError:
-                self.check_peers(what)
-                continue
-            value: bytes = self.store.get(key)
-            return value
-        raise self.silent(what)
+        while not self._ask(what, lambda: self.store.wait(key, _POLL)):
+            self.check_peers(what)
+            if time.monotonic() > deadline:
+                raise self.silent(what)
+        return self._ask(what, lambda: self.store.get(key))
 
     def check_peers(self, what: str) -> None:
         """Raise if a peer has left word of its failure."""
@@ -202,17 +223,21 @@ class Group:
 
     def explain(self, what: str, error: Exception) -> SapwoodError:
         """The error to raise for a collective that broke: the peer's own words if it left any."""
-        deadline = time.monotonic() + _GRACE
-        while time.monotonic() < deadline:
+        late = "timed out" in str(error).lower()
+        # Whoever gives up first says so at once, before the connections it closes break others.
+        deadline = time.monotonic() + (0.0 if late else _GRACE)
+        while True:
             failure = self.board.read(self.step)
             if failure is not None:
                 return PeerFailed(f"while {what}: {failure}", rank=failure.rank)
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.05)
-        if "timed out" in str(error).lower():
+        if late:
             return self.silent(what)
         first_line = str(error).partition("\n")[0]
         message = f"lost another rank while {what}: it died or was killed ({first_line})"
-        self.board.post(message)
+        self.board.post(message, own=False)
         return PeerFailed(message)
 
     def silent(self, what: str) -> PeerFailed:
@@ -221,7 +246,7 @@ class Group:
             f"another rank has not answered for {self.timeout:g} s while {what}; it is stopped, "
             "stuck, or took another way through the program (raise timeout= if it is only slow)"
         )
-        self.board.post(message)
+        self.board.post(message, own=False)
         return PeerFailed(message)
 
     def leave(self, step: int) -> None:
@@ -230,41 +255,66 @@ class Group:
         if self.world == 1:
             return
         try:
-            if self.store.add("left-count", 1) == self.world:
+            if self.store.add("left-count", 1, timeout=_FAREWELL) == self.world:
                 self.store.set("all-left", "1")
             if self.rank == 0:
-                self.store.wait(["all-left"], timedelta(seconds=min(self.timeout, _FAREWELL)))
-        except dist.DistError:  # the others are gone, or busy for longer than we care to wait
+                self._see_off()
+        except (RuntimeError, DeadlineError):  # the others are gone, or the launcher is
             return
+
+    def _see_off(self) -> None:
+        deadline = time.monotonic() + min(self.timeout, _FAREWELL)
+        while time.monotonic() < deadline and not self.store.wait("all-left", _POLL):
+            if self.board.read(self.step) is not None:
+                deadline = min(deadline, time.monotonic() + _GRACE)
 
     def close(self) -> None:
         """Leave; the process group is ended only if this object began it."""
         self.board.unwatch()
-        if self.process_group is not None and dist.is_initialized():
+        if self.rank == 0 and self.world > 1 and self.board.posted:
+            # The store may end with this process, and with it the word we left for the others.
+            self.board.linger(self.world, _GRACE)
+        self.store.close()
+        if dist.is_initialized() and (self._owns_world or self.process_group is not None):
             dist.destroy_process_group(None if self._owns_world else self.process_group)
         self.process_group = None
+        self._owns_world = False
 
 
 def _launch_of_world() -> Launch:
-    known = detect()
+    try:
+        known = detect()
+    except LaunchError:  # whoever initialised torch.distributed did not need the launcher
+        known = Launch(launcher="none")
     if known.world == dist.get_world_size() and known.rank == dist.get_rank():
         return known
     return Launch(launcher="none", rank=dist.get_rank(), world=dist.get_world_size())
 
 
-def _init_world(launch: Launch, device: torch.device, timeout: float) -> None:
+def _init_world(launch: Launch, store: Store, device: torch.device, timeout: float) -> None:
     backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
-    dist.init_process_group(
-        backend,
-        store=meet(launch, timeout),
-        rank=launch.rank,
-        world_size=launch.world,
-        timeout=timedelta(seconds=timeout),
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {launch.rank} of {launch.world} met the others but could not connect to all of "
+            f"them ({str(error).partition(chr(10))[0]}); look for a rank that ended early, and see "
+            "that ranks can reach each other (GLOO_SOCKET_IFNAME chooses the network)"
+        ) from error
 
 
 def _first_difference(here: list[str], there: list[str], rank: int) -> str:
-    for mine, theirs in zip_longest(here, there, fillvalue="nothing more"):
+    for mine, theirs in zip_longest(here, there):
         if mine != theirs:
-            return f"rank 0 has [{mine}], rank {rank} has [{theirs}]"
+            return f"rank 0 has {_shown(mine)}, rank {rank} has {_shown(theirs)}"
     return "none"  # unreachable: the digests differed
+
+
+def _shown(line: str | None) -> str:
+    return "nothing more" if line is None else f"[{line}]"

@@ -1,4 +1,4 @@
-"""Meeting the other ranks: one store per group, found by whichever way the launcher allows."""
+"""Meeting the other ranks: one store per process, found by whichever way the launcher allows."""
 
 from __future__ import annotations
 
@@ -6,20 +6,38 @@ import os
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 from sapwood.errors import LaunchError
-from sapwood.runtime.launch import Launch
+from sapwood.runtime.folder import process_start
+from sapwood.runtime.launch import MPI_MARKS, Launch
 from sapwood.runtime.stores import Store, TCPStore
 
 __all__ = ["meet"]
 
 _POLL = 0.02
+# A host's name has up to 253 characters, a port 5.
+_PLACE_BYTES = 512
+
+_met: dict[Launch, Store] = {}
 
 
 def meet(launch: Launch, timeout: float) -> Store:
-    """Connect to the group's store; rank 0 hosts it unless the launcher already does."""
+    """Connect to the group's store; rank 0 hosts it unless the launcher already does.
+
+    A process meets the others once. Were the store hosted anew for a second group, a fast rank
+    could still reach the old one.
+    """
+    if launch not in _met:
+        _met[launch] = _meet(launch, timeout)
+    store = _met[launch]
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def _meet(launch: Launch, timeout: float) -> Store:
     if launch.address is not None and launch.port is not None:
         return _tcp(launch, launch.address, launch.port, timeout)
     if launch.one_host:
@@ -27,85 +45,149 @@ def meet(launch: Launch, timeout: float) -> Store:
     return _by_mpi(launch, timeout)
 
 
-def _tcp(launch: Launch, host: str, port: int, timeout: float) -> Store:
+def _tcp(launch: Launch, host: str, port: int, timeout: float) -> TCPStore:
     # torchrun's agent hosts the store itself and says so; then nobody else may.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(
-        host,
-        port,
-        world_size=launch.world,
-        is_master=launch.rank == 0 and not agent,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-    )
-
-
-def _host_store(launch: Launch, address: str, timeout: float) -> TCPStore:
-    return TCPStore(
-        address,
-        0,
-        world_size=launch.world,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-    )
+    hosts = launch.rank == 0 and not agent
+    try:
+        return TCPStore(
+            host,
+            port,
+            world_size=launch.world,
+            is_master=hosts,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        what = "host the group's store" if hosts else "reach the group's store"
+        raise LaunchError(
+            f"rank {launch.rank} of {launch.world} cannot {what} at {host}:{port} "
+            f"({_first_line(error)}); set MASTER_ADDR to a host all ranks can reach, and "
+            "MASTER_PORT to a port that is free there, the same on every rank"
+        ) from error
 
 
 def _by_file(launch: Launch, timeout: float) -> Store:
     """Ranks of one host find each other's port in a file that lives only as long as the meeting."""
     path = _meeting_file(launch)
-    if launch.rank == 0:
-        store = _host_store(launch, "127.0.0.1", timeout)
-        draft = path.with_suffix(".draft")
-        draft.write_text(str(store.port))
-        draft.replace(path)
-        try:
-            _gather(store, launch, timeout)
-        finally:
-            path.unlink(missing_ok=True)
-        return store
+    if launch.rank != 0:
+        joined = _tcp(launch, "127.0.0.1", _read_port(launch, path, timeout), timeout)
+        _gather(joined, launch, timeout)
+        return joined
+    hosted = _tcp(launch, "127.0.0.1", 0, timeout)
+    try:
+        _write_port(path, hosted.port)
+        _gather(hosted, launch, timeout)
+    finally:
+        path.unlink(missing_ok=True)
+    return hosted
+
+
+def _write_port(path: Path, port: int) -> None:
+    try:
+        # The folder is everybody's: a name nobody can foresee, readable by this user only.
+        handle, draft = tempfile.mkstemp(prefix=f"{path.stem}-", dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            file.write(str(port))
+        Path(draft).replace(path)
+    except OSError as error:
+        raise LaunchError(
+            f"rank 0 cannot write {path} for the other ranks to find it ({error.strerror}); set "
+            "TMPDIR to a place you may write to, or MASTER_ADDR and MASTER_PORT"
+        ) from error
+
+
+def _read_port(launch: Launch, path: Path, timeout: float) -> int:
     deadline = time.monotonic() + timeout
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"rank {launch.rank} of {launch.world} did not find rank 0 in {timeout:g} s; "
-                "were the ranks started by one mpirun? set MASTER_ADDR and MASTER_PORT otherwise"
-            )
+    while time.monotonic() < deadline:
+        # Rank 0 takes the file away again when it gives up; another user's file is not meant.
+        with suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid():
+                return int(path.read_text())
         time.sleep(_POLL)
-    joined = _tcp(launch, "127.0.0.1", int(path.read_text()), timeout)
-    _gather(joined, launch, timeout)
-    return joined
+    raise LaunchError(
+        f"rank {launch.rank} of {launch.world} did not find rank 0 in {timeout:g} s; were the "
+        "ranks started by one mpirun? set MASTER_ADDR and MASTER_PORT otherwise"
+    )
 
 
 def _gather(store: Store, launch: Launch, timeout: float) -> None:
-    if store.add("sapwood/met", 1) == launch.world:
-        store.set("sapwood/all-met", "1")
-    store.wait(["sapwood/all-met"], timedelta(seconds=timeout))
+    try:
+        if store.add("sapwood/met", 1) == launch.world:
+            store.set("sapwood/all-met", "1")
+        store.wait(["sapwood/all-met"], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise LaunchError(
+            f"not all {launch.world} ranks came together in {timeout:g} s ({_first_line(error)}); "
+            "look for a rank that ended early or took another way, or raise timeout="
+        ) from error
 
 
 def _meeting_file(launch: Launch) -> Path:
-    # All ranks of one mpirun on a host have the same parent; its start time rules out a reused id.
-    parent = os.getppid()
-    born = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    job = "".join(c if c.isalnum() else "-" for c in launch.job) or f"{parent}-{born}"
-    return Path(tempfile.gettempdir()) / f"sapwood-{os.getuid()}-{job}.port"
+    # The start time rules out a process id that was used before.
+    starter = _starter()
+    job = "".join(c if c.isalnum() else "-" for c in launch.job)
+    name = job or f"{starter}-{process_start(starter)}"
+    return Path(tempfile.gettempdir()) / f"sapwood-{os.getuid()}-{name}.port"
+
+
+def _starter() -> int:
+    """The process of mpirun on this host, also for a rank that a script of its own started."""
+    marks = {f"{name}={os.environ[name]}".encode() for name in MPI_MARKS if name in os.environ}
+    pid = os.getppid()
+    while pid > 1 and marks and marks <= _environment(pid):
+        pid = _parent(pid)
+    return pid
+
+
+def _environment(pid: int) -> set[bytes]:
+    try:
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return set()
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _by_mpi(launch: Launch, timeout: float) -> Store:
     try:
         from mpi4py import MPI
-    except ImportError:
+    except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"{launch.launcher} started {launch.world} ranks on several hosts and told none of "
-            "them where to meet; set MASTER_ADDR and MASTER_PORT, or pip install 'sapwood[mpi]'"
+            f"them where to meet, and mpi4py cannot be used ({error}); set MASTER_ADDR and "
+            "MASTER_PORT, or pip install 'sapwood[mpi]'"
         ) from None
-    place = bytearray(256)
-    store: Store | None = None
+    world = MPI.COMM_WORLD
+    if (world.Get_rank(), world.Get_size()) != (launch.rank, launch.world):
+        raise LaunchError(
+            f"{launch.launcher} says this is rank {launch.rank} of {launch.world}, mpi4py says "
+            f"{world.Get_rank()} of {world.Get_size()}: it uses another MPI than {launch.launcher};"
+            " build mpi4py for this MPI, or set MASTER_ADDR and MASTER_PORT"
+        )
+    place = bytearray(_PLACE_BYTES)
+    store: TCPStore | None = None
     if launch.rank == 0:
-        hosted = _host_store(launch, socket.getfqdn(), timeout)
-        text = f"{socket.getfqdn()}:{hosted.port}".encode()
+        store = _tcp(launch, socket.getfqdn(), 0, timeout)
+        text = f"{socket.getfqdn()}:{store.port}".encode()
         place[: len(text)] = text
-        store = hosted
-    MPI.COMM_WORLD.Bcast(place, root=0)
+    sent = world.Ibcast(place, root=0)
+    deadline = time.monotonic() + timeout
+    while not sent.Test():
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"rank {launch.rank} of {launch.world} did not hear from all ranks in {timeout:g} "
+                "s; look for a rank that ended early, or raise timeout="
+            )
+        time.sleep(_POLL)
     host, _, port = bytes(place).rstrip(b"\0").decode().rpartition(":")
     return store or _tcp(launch, host, int(port), timeout)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
