@@ -18,6 +18,7 @@ from sapwood.errors import DeadlineError, LaunchError, MismatchError, PeerFailed
 from sapwood.runtime.bounded import BoundedStore
 from sapwood.runtime.failure import FailureBoard
 from sapwood.runtime.launch import Launch, detect
+from sapwood.runtime.links import Links
 from sapwood.runtime.rendezvous import meet
 from sapwood.runtime.stores import HashStore, PrefixStore, Store
 
@@ -85,6 +86,8 @@ class Group:
         self.board = FailureBoard(self.store, launch.rank)
         self.process_group: dist.ProcessGroup | None = None
         self._owns_world = False
+        self._links = Links()
+        self._verdict: PeerFailed | None = None
         self._rounds = 0
         self.step = 0
         """The step this rank is in: whoever left earlier is missed."""
@@ -109,7 +112,9 @@ class Group:
         group._owns_world = started
         try:
             # Its own communicator, so that what users send on theirs cannot come between.
-            group.process_group = dist.new_group(timeout=timedelta(seconds=timeout))
+            group.process_group = group._links.during(
+                lambda: dist.new_group(timeout=timedelta(seconds=timeout))
+            )
         except RuntimeError as error:
             problem = group.explain("forming the group", error)
             group.close()
@@ -219,17 +224,19 @@ class Group:
         """Raise if a peer has left word of its failure."""
         failure = self.board.read(self.step)
         if failure is not None:
-            raise PeerFailed(f"while {what}: {failure}", rank=failure.rank)
+            raise self._conclude(f"while {what}: {failure}", failure.rank)
 
     def explain(self, what: str, error: Exception) -> SapwoodError:
         """The error to raise for a collective that broke: the peer's own words if it left any."""
+        if self._verdict is not None:
+            return self._verdict
         late = "timed out" in str(error).lower()
         # Whoever gives up first says so at once, before the connections it closes break others.
         deadline = time.monotonic() + (0.0 if late else _GRACE)
         while True:
             failure = self.board.read(self.step)
             if failure is not None:
-                return PeerFailed(f"while {what}: {failure}", rank=failure.rank)
+                return self._conclude(f"while {what}: {failure}", failure.rank)
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
@@ -238,7 +245,7 @@ class Group:
         first_line = str(error).partition("\n")[0]
         message = f"lost another rank while {what}: it died or was killed ({first_line})"
         self.board.post(message, own=False)
-        return PeerFailed(message)
+        return self._conclude(message)
 
     def silent(self, what: str) -> PeerFailed:
         """The error for a peer that said nothing for the whole timeout."""
@@ -247,7 +254,13 @@ class Group:
             "stuck, or took another way through the program (raise timeout= if it is only slow)"
         )
         self.board.post(message, own=False)
-        return PeerFailed(message)
+        return self._conclude(message)
+
+    def _conclude(self, message: str, rank: int | None = None) -> PeerFailed:
+        """Settle on one verdict: whatever breaks after the first failure has the same reason."""
+        if self._verdict is None:
+            self._verdict = PeerFailed(message, rank=rank)
+        return self._verdict
 
     def leave(self, step: int) -> None:
         """This rank has done its part; rank 0, which may host the store, lets the others finish."""
@@ -274,6 +287,8 @@ class Group:
         if self.rank == 0 and self.world > 1 and self.board.posted:
             # The store may end with this process, and with it the word we left for the others.
             self.board.linger(self.world, _GRACE)
+        if self._verdict is not None or self.board.posted:
+            self._links.cut()
         self.store.close()
         if dist.is_initialized() and (self._owns_world or self.process_group is not None):
             dist.destroy_process_group(None if self._owns_world else self.process_group)

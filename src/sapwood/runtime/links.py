@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import TypeVar
 
 __all__ = ["Links"]
@@ -38,25 +39,31 @@ class Links:
             if present.get(fd) != name:
                 continue
             with closing(socket.socket(fileno=os.dup(fd))) as link:
-                try:
-                    if link.type == socket.SOCK_STREAM and link.family != socket.AF_UNIX:
-                        link.shutdown(socket.SHUT_RDWR)
-                except OSError:  # not connected: a listener, or already down
-                    continue
+                if _is_connection(link):
+                    link.shutdown(socket.SHUT_RDWR)
         self._inodes = {}
+
+
+def _is_connection(link: socket.socket) -> bool:
+    """A TCP connection that is up; never a listener, whose owner does not expect it to end."""
+    if link.family not in (socket.AF_INET, socket.AF_INET6) or link.type != socket.SOCK_STREAM:
+        return False
+    if link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return False
+    try:
+        link.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def _sockets() -> dict[int, str]:
     found: dict[int, str] = {}
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return found
-    for name in names:
+    for entry in Path("/proc/self/fd").glob("*"):
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
+            target = str(entry.readlink())
+        except OSError:  # the descriptor of this very listing
             continue
         if target.startswith("socket:"):
-            found[int(name)] = target
+            found[int(entry.name)] = target
     return found

@@ -152,6 +152,8 @@ class Ddp:
     ) -> None:
         # A future that is never set would leave DDP waiting for ever, so errors go into it.
         try:
+            if self._error is not None:
+                raise self._error
             with self._updater.lane.active():
                 pending.wait()
                 if self._context.trace.on:
