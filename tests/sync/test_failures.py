@@ -138,8 +138,7 @@ def faulty_subscriber() -> tuple[int, int]:
             try:
                 models.train_run_step(run, step)
             except sapwood.errors.SubscriberError as error:
-                assert isinstance(error.__cause__, OSError)
-                seen = run.step_count
+                seen = run.step_count if isinstance(error.__cause__, OSError) else -1
         return run.step_count, seen
 
 

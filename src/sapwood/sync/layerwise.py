@@ -15,7 +15,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,15 +41,8 @@ from sapwood.sync.updates import Updater
 __all__ = ["Layerwise"]
 
 log = logging.getLogger(__name__)
-F = TypeVar("F", bound=Callable[..., Any])
 
 _NOT_PLANNED, _DISORDER = 0, 1  # places of the status flags in the last bucket
-
-
-def _not_compiled(hook: F) -> F:
-    """Keep torch.compile out of a hook, without importing the compiler to say so."""
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return hook
 
 
 class _Phase(enum.Enum):
@@ -105,9 +98,10 @@ class Layerwise:
             hook = self._gradient_hook(index)
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
+        aside: Callable[..., Any] = torch.compiler.disable  # a compiler must not trace into these
         self._handles += [
-            self.model.register_forward_pre_hook(self._before_forward),
-            self.model.register_forward_hook(self._after_forward, always_call=True),
+            self.model.register_forward_pre_hook(aside(self._before_forward)),
+            self.model.register_forward_hook(aside(self._after_forward), always_call=True),
         ]
 
     def wait(self) -> None:
@@ -151,7 +145,6 @@ class Layerwise:
 
     # -- forward -----------------------------------------------------------------------------
 
-    @_not_compiled
     def _before_forward(self, module: nn.Module, args: object) -> None:
         self._check()
         if self._phase is _Phase.REDUCING:
@@ -165,7 +158,6 @@ class Layerwise:
             self._watch.start()
         self._forward_start = time.perf_counter_ns()
 
-    @_not_compiled
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if self._watch is not None:
             self._watch.stop()
