@@ -97,25 +97,37 @@ class Fence:
         """Refuse new holds and wait for the old ones; seconds waited, per owner.
 
         Raises:
-            FenceTimeout: an owner did not release in ``timeout`` seconds.
+            FenceTimeout: an owner did not release in ``timeout`` seconds, all holds together.
+            SubscriberError: an owner's ``assist`` raised; its exception is the cause.
         """
         with self._lock:
             self._closed = True
-            holds, self._holds = self._holds, []
+        deadline = time.monotonic() + timeout
         waited: dict[str, float] = {}
-        for hold in holds:
-            if hold.released:
-                continue
-            start = time.perf_counter()
-            if hold.assist is not None:
-                hold.assist()
-            if not hold.wait(timeout):
-                raise FenceTimeout(
-                    f"{hold.owner!r} has held {self.label} for more than {timeout:g} s, so it "
-                    "cannot be updated; release the hold sooner or raise fence_timeout"
-                )
-            waited[hold.owner] = waited.get(hold.owner, 0.0) + time.perf_counter() - start
+        # A hold stays in the list until it is released, so that closing again waits again.
+        while self._holds:
+            hold = self._holds[0]
+            if not hold.released:
+                start = time.perf_counter()
+                self._wait_for(hold, deadline, timeout)
+                waited[hold.owner] = waited.get(hold.owner, 0.0) + time.perf_counter() - start
+            self._holds.pop(0)
         return waited
+
+    def _wait_for(self, hold: Hold, deadline: float, timeout: float) -> None:
+        if hold.assist is not None:
+            try:
+                hold.assist()
+            except Exception as error:
+                raise SubscriberError(
+                    f"{hold.owner!r} holds {self.label} and could not finish with it: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        if not hold.wait(max(0.0, deadline - time.monotonic())):
+            raise FenceTimeout(
+                f"{hold.owner!r} has held {self.label} for more than {timeout:g} s, so it "
+                "cannot be updated; release the hold sooner or raise fence_timeout"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,10 +220,12 @@ class Subscription:
     seconds: float = 0.0
     """Time spent in the callback, all told."""
     calls: int = 0
+    cancelled: bool = False
     _bus: EventBus | None = field(default=None, repr=False)
 
     def cancel(self) -> None:
-        """Receive nothing more."""
+        """Receive nothing more, not even the event that others are just being told of."""
+        self.cancelled = True
         if self._bus is not None:
             self._bus.cancel(self)
 
@@ -241,6 +255,7 @@ class EventBus:
 
     def cancel(self, subscription: Subscription) -> None:
         """Forget a subscription."""
+        subscription.cancelled = True
         with self._lock:
             kept = tuple(
                 s for s in self._subscribers.get(subscription.kind, ()) if s is not subscription
@@ -254,14 +269,22 @@ class EventBus:
     def publish(self, event: object) -> None:
         """Hand ``event`` to its subscribers."""
         for subscription in self._subscribers.get(type(event), ()):
+            if subscription.cancelled:
+                continue
+            failure: Exception | None = None
             start = time.perf_counter()
             try:
                 subscription.callback(event)
             except Exception as error:
-                with self._lock:
-                    self._failures.append((subscription, error))
-            subscription.seconds += time.perf_counter() - start
+                failure = error
+            self._note(subscription, time.perf_counter() - start, failure)
+
+    def _note(self, subscription: Subscription, seconds: float, failure: Exception | None) -> None:
+        with self._lock:
+            subscription.seconds += seconds
             subscription.calls += 1
+            if failure is not None:
+                self._failures.append((subscription, failure))
 
     def raise_pending(self) -> None:
         """Raise the first subscriber's exception since the last call, if there was one."""
@@ -278,4 +301,5 @@ class EventBus:
 
     def subscriptions(self) -> tuple[Subscription, ...]:
         """All subscriptions, for reports."""
-        return tuple(s for group in self._subscribers.values() for s in group)
+        with self._lock:
+            return tuple(s for group in self._subscribers.values() for s in group)

@@ -125,7 +125,7 @@ def differ_in_calls() -> str:
     group = Group.join(CPU, timeout=2)
     try:
         if group.rank == 0:
-            time.sleep(5)
+            time.sleep(4)
             return ""
         group.share_text("id", "x")
     except PeerFailed as error:

@@ -14,14 +14,15 @@ __all__ = ["Lane"]
 class StreamMarker:
     """A point in a lane's stream."""
 
-    def __init__(self, module: Any, event: Any) -> None:
+    def __init__(self, module: Any, event: Any, device: torch.device) -> None:
         """``module`` is torch.cuda or its like; ``event`` was recorded on the lane."""
         self._module = module
         self._event = event
+        self._device = device
 
     def wait(self) -> None:
-        """Make the calling thread's current stream wait for this point."""
-        self._module.current_stream().wait_event(self._event)
+        """Make the calling thread's current stream on the lane's device wait for this point."""
+        self._module.current_stream(self._device).wait_event(self._event)
 
 
 class Lane:
@@ -29,11 +30,15 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         """Make a stream on ``device`` if it has streams."""
+        self._device = device
         self._module: Any = None
         self._stream: Any = None
-        if device.type != "cpu":
-            self._module = torch.get_device_module(device)
-            self._stream = self._module.Stream(device=device)
+        if device.type == "cpu":
+            return
+        module: Any = torch.get_device_module(device)
+        if hasattr(module, "Stream"):
+            self._module = module
+            self._stream = module.Stream(device=device)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -50,7 +55,7 @@ class Lane:
             return None
         event = self._module.Event()
         event.record(self._stream)
-        return StreamMarker(self._module, event)
+        return StreamMarker(self._module, event, self._device)
 
     def join(self) -> None:
         """Make the current stream wait for everything on this lane."""

@@ -6,12 +6,15 @@ Whatever looks at a run needs only this folder. Files are replaced whole, never 
 from __future__ import annotations
 
 import json
+import logging
+import numbers
 import os
 import platform
 import re
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from sapwood.errors import RunFolderError
 
 __all__ = ["RunFolder", "new_run_id", "process_start"]
 
+log = logging.getLogger(__name__)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STATUS_EVERY = 1.0
 
@@ -32,10 +36,10 @@ def new_run_id() -> str:
 def process_start(pid: int) -> int | None:
     """When a process began, in clock ticks since boot: with its id, unique on a host."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[19])
+    return int(stat.rpartition(b")")[2].split()[19])
 
 
 class RunFolder:
@@ -67,12 +71,15 @@ class RunFolder:
             _replace(self.path / "run.toml", to_toml({"id": self.id, **facts}))
         except OSError as error:
             raise RunFolderError(
-                f"cannot write the run folder {self.path}: {error.strerror}; give folder= a place "
-                "you may write to, or set SAPWOOD_FOLDER"
+                f"cannot write the run folder {self.path}: {error.strerror or error}; give "
+                "folder= a place you may write to, or set SAPWOOD_FOLDER"
             ) from error
 
     def status(self, state: str, step: int, error: str | None = None, *, now: bool = True) -> None:
-        """Write status.json; with ``now=False`` at most once a second."""
+        """Write status.json; with ``now=False`` at most once a second.
+
+        A full disk is logged and not raised: a training does not end because it cannot say so.
+        """
         clock = time.monotonic()
         if not now and clock < self._next_status:
             return
@@ -80,7 +87,10 @@ class RunFolder:
         entry: dict[str, Any] = {"state": state, "step": step, "time": time.time()}
         if error is not None:
             entry["error"] = error
-        _replace(self.path / "status.json", json.dumps(entry))
+        try:
+            _replace(self.path / "status.json", json.dumps(entry))
+        except OSError as problem:
+            log.warning("cannot write %s: %s", self.path / "status.json", problem.strerror)
 
     def trace_file(self, rank: int) -> Path:
         """Where a rank's trace goes."""
@@ -95,8 +105,13 @@ def host_facts() -> dict[str, Any]:
 
 def _replace(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    draft.replace(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
@@ -114,15 +129,28 @@ def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+def _key(key: object) -> str:
+    text = str(key)
+    return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else _quoted(text)
 
 
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
+    # Numbers of other libraries are numbers too, but do not write themselves as such.
+    if isinstance(value, numbers.Integral):
+        return repr(int(value))
+    if isinstance(value, numbers.Real):
+        return repr(float(value))
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(v) for v in value) + "]"
-    return json.dumps(str(value))
+        return "[" + ", ".join(_value(v) for v in value if v is not None) + "]"
+    if isinstance(value, Mapping):
+        inner = (f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None)
+        return "{" + ", ".join(inner) + "}"
+    return _quoted(str(value))
+
+
+def _quoted(text: str) -> str:
+    # JSON's own escapes are TOML's too, but TOML has no surrogates and no bare DEL.
+    whole = text.encode("utf-8", "backslashreplace").decode()
+    return json.dumps(whole, ensure_ascii=False).replace("\x7f", "\\u007f")

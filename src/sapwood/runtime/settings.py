@@ -8,11 +8,13 @@ is set by an argument, by ``SAPWOOD_BUCKET_MB``, or by ``bucket_mb`` in ``[sync]
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 import tomllib
 import types
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,15 @@ from sapwood.errors import ConfigError
 __all__ = ["UNSET", "Resolved", "resolve"]
 
 T = TypeVar("T")
+_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
+_WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
+_IN_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+}
 
 
 class _Unset:
@@ -56,12 +67,14 @@ def resolve(kind: type[T], section: str, arguments: Mapping[str, Any]) -> Resolv
     for name in fields:
         variable = f"SAPWOOD_{name.upper()}"
         if name in arguments and arguments[name] is not UNSET:
-            values[name], origins[name] = arguments[name], "argument"
+            values[name] = _fit(arguments[name], hints[name], f"the argument {name}")
+            origins[name] = "argument"
         elif variable in os.environ:
             values[name] = _parse(os.environ[variable], hints[name], variable)
             origins[name] = f"environment {variable}"
         elif name in table:
-            values[name], origins[name] = table[name], f"file {path}"
+            values[name] = _fit(table[name], hints[name], f"{name} in [{section}] of {path}")
+            origins[name] = f"file {path}"
     strange = sorted(set(table) - set(fields))
     if strange:
         raise ConfigError(f"{path} sets unknown [{section}] {strange[0]!r}; known: {list(fields)}")
@@ -76,8 +89,10 @@ def _file(section: str) -> tuple[str, dict[str, Any]]:
             raise ConfigError(f"SAPWOOD_CONFIG names {named}, which is not a file")
         return "", {}
     try:
-        table = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings in {path}: {error.strerror}") from error
+    except ValueError as error:  # also what is not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
     found = table.get(section, {})
     if not isinstance(found, dict):
@@ -86,19 +101,60 @@ def _file(section: str) -> tuple[str, dict[str, Any]]:
 
 
 def _parse(text: str, hint: Any, where: str) -> Any:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if type(None) in options and text.lower() in ("", "none"):
+    """The value a text stands for."""
+    if type(None) in _options(hint) and text.lower() in ("", "none"):
         return None
-    for option in options:
-        if option is bool and text.lower() in ("1", "true", "yes", "on"):
-            return True
-        if option is bool and text.lower() in ("0", "false", "no", "off"):
-            return False
+    for option in _options(hint):
+        if option is bool and text.lower() in _WORDS:
+            return _WORDS[text.lower()]
         if option in (int, float):
-            try:
+            with suppress(ValueError):
                 return option(text)
-            except ValueError:
-                continue
-        if option is str or typing.get_origin(option) is typing.Literal:
-            return text
-    raise ConfigError(f"{where} is {text!r}, expected {hint}")
+        if typing.get_origin(option) is typing.Literal:
+            for choice in typing.get_args(option):
+                if text == str(choice):
+                    return choice
+        if option in (str, Path):
+            return option(text)
+    raise ConfigError(f"{where} is {text!r}, expected {_named(hint)}")
+
+
+def _fit(value: Any, hint: Any, where: str) -> Any:
+    """The value as the type asked for; whole numbers are fine where fractions are."""
+    for option in _options(hint):
+        if option is float and _is_a(value, numbers.Real):
+            return float(value)
+        if option is int and _is_a(value, numbers.Integral):
+            return int(value)
+        if typing.get_origin(option) is typing.Literal:
+            # Compared with the type, because 1 == True.
+            if any(type(value) is type(one) and value == one for one in typing.get_args(option)):
+                return value
+        elif option is Any or _is_plainly(value, option):
+            return value
+    raise ConfigError(f"{where} is {value!r}, expected {_named(hint)}")
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_plainly(value: Any, option: Any) -> bool:
+    return option not in (int, float) and isinstance(value, typing.get_origin(option) or option)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if union else (hint,)
+
+
+def _named(hint: Any) -> str:
+    return " or ".join(_option_named(option) for option in _options(hint))
+
+
+def _option_named(option: Any) -> str:
+    if typing.get_origin(option) is typing.Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(option)))
+    if option is type(None):
+        return "none"
+    return _IN_WORDS.get(option) or str(getattr(option, "__name__", option))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 
-from sapwood.errors import DeadlineError
+from sapwood.errors import DeadlineError, UsageError
 
 __all__ = ["Worker"]
 
+log = logging.getLogger(__name__)
 Job = Callable[[], None]
 
 
 class Worker:
     """Runs submitted jobs one after the other; the first error stops it and is raised to the owner.
 
-    The owner calls ``submit``, ``drain`` and ``close``, all of which raise what a job raised.
+    The owner calls ``submit`` and ``drain``, which raise what a job raised, and at last ``close``,
+    which never raises, so that it can stand among other cleaning up; ``error`` still tells.
     """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None] | None = None) -> None:
@@ -27,6 +30,7 @@ class Worker:
         self._error: BaseException | None = None
         self._idle = threading.Condition()
         self._open_jobs = 0
+        self._closed = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -39,8 +43,10 @@ class Worker:
         """Queue a job."""
         self.check()
         with self._idle:
+            if self._closed:
+                raise UsageError(f"{self._thread.name} is closed and takes no more jobs")
             self._open_jobs += 1
-        self._jobs.put(job)
+            self._jobs.put(job)
 
     def check(self) -> None:
         """Raise what a job raised, if one did."""
@@ -66,7 +72,10 @@ class Worker:
 
     def close(self, timeout: float = 5.0) -> bool:
         """End the thread after the jobs it has; False when it did not end in time."""
-        self._jobs.put(None)
+        with self._idle:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -77,11 +86,19 @@ class Worker:
                     job()
             except BaseException as error:
                 self._error = error
-                if self._on_error is not None:
-                    self._on_error(error)
+                self._tell(error)
             finally:
                 del job
                 with self._idle:
                     self._open_jobs -= 1
                     if not self._open_jobs or self._error is not None:
                         self._idle.notify_all()
+
+    def _tell(self, error: BaseException) -> None:
+        if self._on_error is None:
+            return
+        try:
+            self._on_error(error)
+        except Exception:
+            # The job's own error is the one the owner must see, and the thread must live to say so.
+            log.exception("%s: on_error raised", self._thread.name)

@@ -6,27 +6,28 @@ around the model, so that a checkpoint, a clone and a repository agree on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_COMPILED = "_orig_mod"
+_WRAPPERS = frozenset({_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 def clean_name(name: str) -> str:
     """The name of a tensor without what wrappers add to it."""
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, or the model itself."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        inner: nn.Module = model.module
-        return inner
-    return model
+    """The model inside DistributedDataParallel and ``torch.compile``, in any order, or itself."""
+    while True:
+        children = dict(model.named_children())
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = children["module"]
+        elif children.keys() == {_COMPILED}:
+            model = children[_COMPILED]
+        else:
+            return model
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -36,20 +37,13 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def named_buffers(model: nn.Module, *, training_only: bool = False) -> dict[str, Tensor]:
     """All buffers by clean name; with ``training_only``, those of modules in training mode."""
+    inner = unwrap(model)
+    found = {clean_name(name): b for name, b in inner.named_buffers()}
     if not training_only:
-        return {clean_name(name): b for name, b in unwrap(model).named_buffers()}
-    return dict(_training_buffers(unwrap(model)))
-
-
-def _training_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        if not module.training:
-            continue
-        for name, buffer in module.named_buffers(recurse=False):
-            if id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
+        return found
+    # By identity: a buffer that two modules share keeps the one name it has.
+    training = {id(b) for m in inner.modules() if m.training for b in m.buffers(recurse=False)}
+    return {name: b for name, b in found.items() if id(b) in training}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
