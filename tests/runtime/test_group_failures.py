@@ -33,18 +33,24 @@ def told_while_waiting(group: Group) -> Told:
 def lose(rank: int, timeout: float) -> Told:
     group = Group.join(CPU, timeout=timeout)
     try:
+        ranks.mark("joined")
         if group.rank == rank:
-            ranks.mark("ready")
             time.sleep(BOUND)
         return told_while_waiting(group)
     finally:
         group.close()
 
 
+def wait_until_joined(group: ranks.Group) -> None:
+    # One rank can be through with joining while another, still at it, would fail there instead.
+    for rank in range(group.world):
+        group.wait_mark("joined", rank=rank)
+
+
 @pytest.mark.parametrize(("store", "victim"), [("parent", 2), ("rank0", 0)])
 def test_a_killed_rank_is_told_to_all_others(store: Any, victim: int) -> None:
     with ranks.start(lose, 3, victim, 30.0, store=store) as group:
-        group.wait_mark("ready", rank=victim)
+        wait_until_joined(group)
         group.kill(victim, signal.SIGKILL)
         outcomes = group.wait(BOUND)
     assert outcomes[victim].signal == signal.SIGKILL
@@ -62,7 +68,7 @@ def test_a_killed_rank_is_told_to_all_others(store: Any, victim: int) -> None:
 def test_a_stopped_rank_is_told_after_the_timeout_and_not_before(store: Any, victim: int) -> None:
     timeout = 3.0
     with ranks.start(lose, 3, victim, timeout, store=store) as group:
-        group.wait_mark("ready", rank=victim)
+        wait_until_joined(group)
         group.kill(victim, signal.SIGSTOP)
         outcomes = group.wait(BOUND, ranks={0, 1, 2} - {victim})
     for one in outcomes:
