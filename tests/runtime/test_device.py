@@ -40,7 +40,7 @@ class FakeDevice:
         def wait_event(event: Any) -> None:
             self.calls.append(("wait", f"current of {device}", event.name))
 
-        return SimpleNamespace(wait_event=wait_event)
+        return SimpleNamespace(name=f"current of {device}", wait_event=wait_event)
 
 
 @pytest.fixture
@@ -77,6 +77,13 @@ def test_streams_are_ordered_on_the_lanes_own_device(fake: FakeDevice) -> None:
         ("record", "event 2", "lane"),
         ("wait", "current of cuda:1", "event 2"),
     ]
+
+
+def test_the_lane_follows_the_stream_gradients_are_made_on(fake: FakeDevice) -> None:
+    lane = Lane(torch.device("cuda:1"))
+    lane._stream.wait_stream = lambda stream: fake.calls.append(("lane waits", stream.name))
+    lane.follow()
+    assert fake.calls[-1] == ("lane waits", "current of cuda:1")
 
 
 def test_a_device_without_streams_is_like_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ __all__ = ["Lane"]
 
 
 class StreamMarker:
-    """A point in a lane's stream."""
+    """A point in a stream."""
 
     def __init__(self, module: Any, event: Any, device: torch.device) -> None:
-        """``module`` is torch.cuda or its like; ``event`` was recorded on the lane."""
+        """``module`` is torch.cuda or its like; ``event`` was recorded there."""
         self._module = module
         self._event = event
         self._device = device
@@ -56,6 +56,11 @@ class Lane:
         event = self._module.Event()
         event.record(self._stream)
         return StreamMarker(self._module, event, self._device)
+
+    def follow(self) -> None:
+        """Make this lane wait for everything on the calling thread's current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(self._module.current_stream(self._device))
 
     def join(self) -> None:
         """Make the current stream wait for everything on this lane."""

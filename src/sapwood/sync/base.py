@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -37,7 +38,7 @@ class SyncSettings:
     first_bucket_mb: float = 1.0
     """Size of the first bucket: small, to start sending early."""
     bucket_mb: float | None = None
-    """Size of the other buckets; None: 4 on CPUs, 25 on accelerators."""
+    """Size of the other buckets; None: 8 on CPUs, 25 on accelerators."""
     broadcast_buffers: bool = True
     """Give every rank rank 0's buffers (BatchNorm statistics) after each forward."""
     replan_after: int = 3
@@ -53,14 +54,14 @@ class SyncSettings:
         _one_of("update", self.update, ("auto", "layerwise", "deferred"))
         for name in ("first_bucket_mb", "bucket_mb", "clip_grad_norm", "timeout", "fence_timeout"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}, expected more than 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}, expected a number more than 0")
         if self.replan_after < 1:
             raise ConfigError(f"replan_after is {self.replan_after}, expected at least 1")
 
     def bucket_bytes(self, device: torch.device) -> int:
         """The size of a bucket on ``device``."""
-        default = 4.0 if device.type == "cpu" else 25.0
+        default = 8.0 if device.type == "cpu" else 25.0
         return int((self.bucket_mb or default) * 2**20)
 
 

@@ -231,7 +231,8 @@ class Layerwise:
         faults.point("sync.launch", step=step, bucket=bucket.number)
         launched = time.perf_counter_ns()
         if bucket.flat is None:
-            self._worker.submit(lambda: self._averaged(bucket))
+            self._updater.lane.follow()  # a collective would have ordered the streams
+            self._worker.submit(lambda: self._ready_alone(bucket))
             return
         pending = self._context.group.all_reduce(
             bucket.flat, f"averaging bucket {bucket.number} of step {step} ({_shown(bucket)})"
@@ -289,6 +290,10 @@ class Layerwise:
                     bucket=bucket.number,
                     bytes=bucket.nbytes,
                 )
+            self._averaged(bucket)
+
+    def _ready_alone(self, bucket: Bucket) -> None:
+        with self._updater.lane.active():
             self._averaged(bucket)
 
     def _averaged(self, bucket: Bucket) -> None:

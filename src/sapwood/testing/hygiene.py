@@ -37,7 +37,7 @@ _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 # fmt: off
 _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "SAPWOOD_", "TORCHELASTIC_",
-    "SLURM_", "OMPI_", "PMI_",
+    "SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
 )
 # fmt: on
 
