@@ -27,7 +27,7 @@ __all__ = ["Group", "Pending"]
 T = TypeVar("T")
 _POLL = 1.0
 # How long a rank whose connection broke looks for the reason the failed rank may be writing.
-_GRACE = 2.0
+_GRACE = 1.0
 # How long rank 0 keeps the store open for ranks that end later.
 _FAREWELL = 30.0
 

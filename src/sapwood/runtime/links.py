@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,7 +40,8 @@ class Links:
                 continue
             with closing(socket.socket(fileno=os.dup(fd))) as link:
                 if _is_connection(link):
-                    link.shutdown(socket.SHUT_RDWR)
+                    with suppress(OSError):  # the peer was faster
+                        link.shutdown(socket.SHUT_RDWR)
         self._inodes = {}
 
 
