@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import logging
 import platform
 import time
@@ -119,8 +120,9 @@ class Run:
             raise
         self._mode = context.mode
         self.model = self._engine.model
-        self._at_exit = weakref.WeakMethod(self.close)
-        atexit.register(_close_at_exit, self._at_exit)
+        # One object per run: atexit forgets every registration of an equal callable.
+        self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
+        atexit.register(self._at_exit)
 
     def _start(
         self,
@@ -263,7 +265,7 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(_close_at_exit)
+        atexit.unregister(self._at_exit)
         error = error or self.group.board.uncaught
         if error is None:
             self.group.leave(self.step_count)
