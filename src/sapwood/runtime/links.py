@@ -34,14 +34,12 @@ class Links:
 
     def cut(self) -> None:
         """Shut them down. Descriptors stay open: they are their owner's to close."""
-        present = _sockets()
         for fd, name in self._inodes.items():
-            if present.get(fd) != name:
-                continue
-            with closing(socket.socket(fileno=os.dup(fd))) as link:
-                if _is_connection(link):
-                    with suppress(OSError):  # the peer was faster
-                        link.shutdown(socket.SHUT_RDWR)
+            # Their owner's threads close them meanwhile, and the numbers may be used again.
+            with suppress(OSError), closing(socket.socket(fileno=os.dup(fd))) as link:
+                same = _target(Path(f"/proc/self/fd/{link.fileno()}")) == name
+                if same and _is_connection(link):
+                    link.shutdown(socket.SHUT_RDWR)
         self._inodes = {}
 
 
@@ -51,20 +49,21 @@ def _is_connection(link: socket.socket) -> bool:
         return False
     if link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return False
-    try:
-        link.getpeername()
-    except OSError:
-        return False
+    link.getpeername()  # raises when it is down already
     return True
 
 
 def _sockets() -> dict[int, str]:
-    found: dict[int, str] = {}
+    found = {}
     for entry in Path("/proc/self/fd").glob("*"):
-        try:
-            target = str(entry.readlink())
-        except OSError:  # the descriptor of this very listing
-            continue
+        target = _target(entry)
         if target.startswith("socket:"):
             found[int(entry.name)] = target
     return found
+
+
+def _target(entry: Path) -> str:
+    try:
+        return str(entry.readlink())
+    except OSError:  # closed by now
+        return ""
