@@ -6,6 +6,7 @@ same order, and uses the same fused optimizer kernels. Gradients are dropped, no
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ def prepare(context: Context) -> Workload:
     return Workload(source, batches, adam=name == "transformer")
 
 
-class Trainer:
+class Trainer(ABC):
     """One contender; calling it trains one step."""
 
     def __init__(self, workload: Workload) -> None:
@@ -64,8 +65,8 @@ class Trainer:
     def weights(self) -> list[Tensor]:
         return [parameter.detach() for parameter in self.plain.parameters()]
 
-    def __call__(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self) -> None: ...
 
 
 class Local(Trainer):

@@ -19,7 +19,6 @@ from sapwood.runtime.launch import Launch
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 BOUND = 90.0
-needs_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="the mpich wheel is not installed")
 
 # One rank: joins, adds, and tells who it is. With "run" it does so as a whole Run.
 RANK = """
@@ -87,7 +86,6 @@ def expected(launcher: str, world: int, tag: float) -> list[str]:
     return [f"{launcher} {rank} {world} {world * tag}" for rank in range(world)]
 
 
-@needs_mpirun
 def test_two_mpiruns_at_once_meet_each_their_own(script: str) -> None:
     two = begin(str(MPIRUN), "-n", "2", sys.executable, script, "1")
     # Behind a shell each rank has a parent of its own.
@@ -98,7 +96,6 @@ def test_two_mpiruns_at_once_meet_each_their_own(script: str) -> None:
     assert temporary() == []
 
 
-@needs_mpirun
 def test_mpirun_with_a_meeting_point_and_over_mpi(script: str) -> None:
     pytest.importorskip("mpi4py")
     with socket.socket() as probe:
