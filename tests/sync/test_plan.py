@@ -33,6 +33,13 @@ def test_layout_is_a_partition_in_order(
         assert len(bucket) == 1 or nbytes <= (first if number == 0 else size)
 
 
+def test_the_last_buckets_are_small() -> None:
+    parameters = [torch.empty(25) for _ in range(100)]  # 100 bytes each
+    plan = lay_out(range(100), parameters, first_bytes=100, bucket_bytes=1600, reason="test")
+    sizes = [len(bucket) for bucket in plan.buckets]
+    assert sizes == [1, 16, 16, 16, 16, 16, 9, 5, 4, 1]
+
+
 def test_a_plan_is_remade_only_when_a_misfit_persists() -> None:
     replanner = Replanner(3)
     for steps in range(1, 4):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,8 @@ from sapwood.state import named_buffers
 from sapwood.sync.base import Context
 
 __all__ = ["BufferSync"]
+
+_ALIGNED = 16  # bytes: the widest element there is
 
 
 class BufferSync:
@@ -23,16 +28,15 @@ class BufferSync:
     def __init__(self, context: Context, *, local: bool = False) -> None:
         """``local``: only announce; somebody else sees to it that ranks agree."""
         self._context = context
-        self._all = named_buffers(context.model)
-        self._bytes: Tensor | None = None
+        self._message: _Message | None = None
+        buffers = named_buffers(context.model)
         shared = context.group.world > 1 and context.settings.broadcast_buffers and not local
-        if self._all and shared:
-            size = sum(b.numel() * b.element_size() for b in self._all.values())
-            self._bytes = torch.empty(size, dtype=torch.uint8, device=context.group.device)
+        if buffers and shared:
+            self._message = _Message(buffers, context.group.device)
 
     def announce_local(self, step: int) -> None:
         """With nobody to agree with, buffers are final at the end of forward."""
-        if self._bytes is None:
+        if self._message is None:
             self._announce(step)
 
     def _announce(self, step: int) -> None:
@@ -45,27 +49,42 @@ class BufferSync:
 
     def launch(self) -> Pending | None:
         """Start sending; None when there is nothing to send."""
-        if self._bytes is None:
+        if self._message is None:
             return None
         if self._context.group.rank == 0:
-            torch.cat([_as_bytes(b) for b in self._all.values()], out=self._bytes)
-        return self._context.group.broadcast(self._bytes, "sending rank 0's buffers")
+            self._message.write()
+        return self._context.group.broadcast(self._message.memory, "sending rank 0's buffers")
 
     def arrived(self, step: int) -> None:
         """Take over what came and announce it."""
-        assert self._bytes is not None
+        assert self._message is not None
         if self._context.group.rank != 0:
             training = named_buffers(self._context.model, training_only=True)
-            offset = 0
-            for name, buffer in self._all.items():
-                size = buffer.numel() * buffer.element_size()
-                if name in training:
-                    part = self._bytes[offset : offset + size].clone().view(buffer.dtype)
-                    # Through .data: autograd saved it, but does not read it in training mode.
-                    buffer.data.copy_(part.view(buffer.shape))
-                offset += size
+            self._message.read(training.keys())
         self._announce(step)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+class _Message:
+    """One piece of memory with a place for each buffer, in which buffers keep their dtype."""
+
+    def __init__(self, buffers: dict[str, Tensor], device: torch.device) -> None:
+        sizes = [b.numel() * b.element_size() for b in buffers.values()]
+        starts = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        self.memory = torch.zeros(starts.pop(), dtype=torch.uint8, device=device)
+        self._buffers = buffers
+        self._places = {
+            name: self.memory[start : start + size].view(b.dtype).view(b.shape)
+            for (name, b), start, size in zip(buffers.items(), starts, sizes, strict=True)
+        }
+
+    def write(self) -> None:
+        """Copy every buffer into its place."""
+        # Through .data: autograd saved buffers, but does not read them in training mode.
+        sources = [b.data for b in self._buffers.values()]
+        torch._foreach_copy_(list(self._places.values()), sources)
+
+    def read(self, wanted: Collection[str]) -> None:
+        """Copy the wanted buffers from their places."""
+        names = [name for name in self._buffers if name in wanted]
+        targets = [self._buffers[name].data for name in names]
+        torch._foreach_copy_(targets, [self._places[name] for name in names])

@@ -40,26 +40,34 @@ def lay_out(
     bucket_bytes: int,
     reason: str,
 ) -> Plan:
-    """Fuse neighbours in ``order``: a small first bucket to start early, then full ones.
+    """Fuse neighbours in ``order``: a small first bucket to start early, full ones, small last ones.
 
-    A bucket holds one dtype. A parameter larger than a bucket has one of its own.
+    What is sent last travels when there is nothing left to compute, so a bucket takes at most half
+    of what is left, down to a quarter of its size. It holds one dtype. A parameter larger than a
+    bucket has one of its own.
     """
     buckets: list[tuple[int, ...]] = []
     current: list[int] = []
     room = first_bytes
+    left = sum(_size(parameters[i]) for i in order)
     for i in order:
-        size = parameters[i].numel() * parameters[i].element_size()
+        size = _size(parameters[i])
         other_kind = bool(current) and parameters[current[0]].dtype != parameters[i].dtype
         if current and (size > room or other_kind):
             buckets.append(tuple(current))
-            current, room = [], bucket_bytes
+            current, room = [], max(bucket_bytes // 4, min(bucket_bytes, left // 2))
         current.append(i)
         room -= size
+        left -= size
     if current:
         buckets.append(tuple(current))
     planned = set(order)
     dormant = tuple(i for i in range(len(parameters)) if i not in planned)
     return Plan(buckets=tuple(buckets), dormant=dormant, reason=reason)
+
+
+def _size(parameter: Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
 
 
 def agree_order(group: Group, mine: Sequence[int]) -> list[int]:
