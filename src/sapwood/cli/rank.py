@@ -26,11 +26,6 @@ TRACEBACK = "traceback.txt"
 def main() -> None:
     """Run the script of the command line as one rank."""
     die_with_parent(int(os.environ.pop(LAUNCHER)))
-    for stream in (sys.stdout, sys.stderr):
-        # Ranks write to files or pipes: without this a line would show only when a buffer is full.
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(line_buffering=True)
     Script.parse(sys.argv[1:]).run(on_failure=_leave_report)
 
 

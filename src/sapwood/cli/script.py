@@ -54,6 +54,7 @@ class Script:
         process with exit code 1; ``on_failure`` is told first.
         """
         sys.argv = [self.target, *self.args]
+        _write_whole_lines()
         try:
             self._run()
         except SystemExit as error:
@@ -75,6 +76,14 @@ class Script:
             runpy.run_module(self.target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(self.target, run_name="__main__")
+
+
+def _write_whole_lines() -> None:
+    """Ranks share a terminal or a pipe: a line shows when it ends, and never inside another's."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True, write_through=False)
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
