@@ -19,7 +19,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 # The loopback's MTU is 64 KiB and offloaded packets are as long, so a bucket below that passes
@@ -134,12 +133,7 @@ class LimitedLoopback:
             self.holder.wait()
         self.holder = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -68,6 +68,7 @@ class SyncSession:
         self.owned = contextlib.ExitStack()
         self.group: RankGroup | None = None
         self.steps = 1
+        self.gbit: float | None = None
         self.step_ms: dict[str, list[float]] = collections.defaultdict(list)
         try:
             self.wrap = self.enter_link()
@@ -86,6 +87,7 @@ class SyncSession:
         except Unavailable as reason:
             raise NotRun(str(reason)) from reason
         self.extra.facts["link"] = str(link.measured)
+        self.gbit = link.measured.gbit
         return link.command
 
     def new_group(self) -> RankGroup:
@@ -104,7 +106,15 @@ class SyncSession:
             slowest = max(slowest, measured["wall"])
         self.steps = max(1, min(self.options["max_burst"], int(self.options["burst"] / slowest)))
         self.extra.facts["steps per sample"] = self.steps
+        if self.gbit is not None:
+            self.extra.facts["wire floor"] = self.wire_floor(group, self.gbit)
         self.check(group)
+
+    def wire_floor(self, group: RankGroup, gbit: float) -> str:
+        """What the link alone takes: no engine's step is shorter than this plus its forward."""
+        nbytes = group.ask("call", function="gradient_bytes")[0]
+        sent = 2 * (self.case["ranks"] - 1) * nbytes  # a ring, all ranks together
+        return f"{sent * 8 / gbit / 1e6:.0f} ms for {sent / 1e6:.0f} MB on the link, and forward"
 
     def check(self, group: RankGroup) -> None:
         if REFERENCE not in self.names:

@@ -209,6 +209,11 @@ def norm(tensors: list[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack([t.double().norm() for t in tensors])))
 
 
+def gradient_bytes(workload: Workload, context: Context, made: dict[str, Trainer]) -> int:
+    """What an all-reduce has to average in a step."""
+    return sum(p.numel() * p.element_size() for p in workload.model().parameters())
+
+
 def observe(
     workload: Workload, context: Context, made: dict[str, Trainer], contender: str, steps: int
 ) -> dict[str, list[float]]:

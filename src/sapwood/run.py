@@ -1,11 +1,4 @@
-"""Run: the user's handle on one training run.
-
-run = sapwood.Run(model, optimizer)          # group from the launcher; one rank works too
-for x, y in data:
-loss = loss_fn(run.model(x), y)
-loss.backward()                          # averages, updates and events happen in here
-run.step()                               # ends the step: waits, schedulers, events
-"""
+"""Run: the user's handle on one training run, joining engine, events, trace and folder."""
 
 from __future__ import annotations
 
@@ -21,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -284,12 +276,7 @@ class Run:
         """Close at the end of a ``with`` block."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close, telling the others if an exception ends the block."""
         self.close(error)
 
@@ -306,11 +293,7 @@ class Run:
     def _lines(self, mode: str, settings: SyncSettings) -> list[str]:
         lines = [f"optimizer {type(self.optimizer).__name__}, updates {mode}"]
         for number, group in enumerate(self.optimizer.param_groups):
-            plain = {
-                k: v
-                for k, v in group.items()
-                if isinstance(v, (int, float, str, tuple, type(None)))
-            }
+            plain = {k: v for k, v in group.items() if isinstance(v, _PLAIN)}
             lines.append(f"group {number}: {len(group['params'])} parameters, {plain}")
         lines += [f"{k} = {v!r}" for k, v in dataclasses.asdict(settings).items()]
         return lines

@@ -40,7 +40,7 @@ def lay_out(
     bucket_bytes: int,
     reason: str,
 ) -> Plan:
-    """Fuse neighbours in ``order``: a small first bucket to start early, full ones, small last ones.
+    """Fuse neighbours in ``order``: a small first bucket to start early, and small last ones.
 
     What is sent last travels when there is nothing left to compute, so a bucket takes at most half
     of what is left, down to a quarter of its size. It holds one dtype. A parameter larger than a

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import wait as wait_for_any
-from types import TracebackType
 from typing import Any
 
 from sapwood.errors import RankError, UsageError
@@ -40,12 +39,7 @@ class Group:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
