@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from sapwood._version import __version__
 
 if TYPE_CHECKING:
+    from sapwood.checkpoint.checkpointer import Checkpointer
     from sapwood.errors import SapwoodError
     from sapwood.events import BuffersUpdated, PlanChanged, StepEnded, TensorUpdated
     from sapwood.run import Run
 
 _HOME = {
     "BuffersUpdated": "sapwood.events",
+    "Checkpointer": "sapwood.checkpoint.checkpointer",
     "PlanChanged": "sapwood.events",
     "Run": "sapwood.run",
     "SapwoodError": "sapwood.errors",
@@ -26,6 +28,7 @@ _HOME = {
 
 __all__ = [
     "BuffersUpdated",
+    "Checkpointer",
     "PlanChanged",
     "Run",
     "SapwoodError",

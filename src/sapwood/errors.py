@@ -11,6 +11,8 @@
     ├── PeerFailed             another rank failed, died or left
     ├── RunFolderError         a run folder is missing, foreign or damaged
     ├── TraceError             a trace file cannot be read
+    ├── CheckpointError        a checkpoint is missing, damaged, or of another model
+    ├── TierError              a place for checkpoints cannot be written or read now
     └── RankError              a rank of ``sapwood.testing`` failed; carries its traceback
 
 A message names what was set, what was expected and what to do about it.
@@ -19,6 +21,7 @@ A message names what was set, what was expected and what to do about it.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DeadlineError",
     "FenceTimeout",
@@ -29,6 +32,7 @@ __all__ = [
     "RunFolderError",
     "SapwoodError",
     "SubscriberError",
+    "TierError",
     "TraceError",
     "UsageError",
 ]
@@ -81,6 +85,14 @@ class RunFolderError(SapwoodError, RuntimeError):
 
 class TraceError(SapwoodError, ValueError):
     """A trace file is missing, or holds something that is not a trace."""
+
+
+class CheckpointError(SapwoodError, RuntimeError):
+    """A checkpoint is missing, damaged, or was made from another model."""
+
+
+class TierError(SapwoodError, OSError):
+    """A place for checkpoints cannot be written or read now; trying again may help."""
 
 
 class RankError(SapwoodError, RuntimeError):

@@ -27,7 +27,7 @@ from sapwood.runtime import faults
 from sapwood.runtime.folder import RunFolder, host_facts, new_run_id
 from sapwood.runtime.group import Group
 from sapwood.runtime.settings import UNSET, Resolved, resolve
-from sapwood.state import describe_model, named_buffers, named_parameters
+from sapwood.state.tensors import describe_model, named_buffers, named_parameters
 from sapwood.sync import (
     Context,
     Members,
@@ -100,6 +100,7 @@ class Run:
         self.optimizer = optimizer
         self.events = EventBus()
         self.schedulers = list(schedulers)
+        self.scaler = scaler
         self.step_count = 0
         self._closed = False
         self._next_flush = 0.0
@@ -209,6 +210,12 @@ class Run:
         """Wait until this step's gradients are averaged; ``p.grad`` then holds the averages."""
         self._check_open()
         self._engine.wait()
+
+    def resume_at(self, step: int) -> None:
+        """Go on as if ``step`` steps had ended: call it between steps, after restoring them."""
+        self._check_open()
+        self._engine.resume_at(step + 1)
+        self.step_count = step
 
     # -- what others want to know ------------------------------------------------------------
 

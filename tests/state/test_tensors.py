@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sapwood.state import (
+from sapwood.state.tensors import (
     clean_name,
     describe_model,
     named_buffers,

@@ -134,12 +134,12 @@ class Group:
             raise self.explain(what, error) from error
         return Pending(self, work, what)
 
-    def broadcast(self, tensor: Tensor, what: str) -> Pending:
-        """Give every rank rank 0's ``tensor``, in place, in the background."""
+    def broadcast(self, tensor: Tensor, what: str, *, source: int = 0) -> Pending:
+        """Give every rank one rank's ``tensor``, in place, in the background."""
         if self.process_group is None:
             return Pending(self, None, what)
         try:
-            work = dist.broadcast(tensor, src=0, group=self.process_group, async_op=True)
+            work = dist.broadcast(tensor, src=source, group=self.process_group, async_op=True)
         except RuntimeError as error:
             raise self.explain(what, error) from error
         return Pending(self, work, what)
@@ -153,6 +153,21 @@ class Group:
         if self.rank == 0:
             self._ask(what, lambda: self.store.set(place, text))
         return self._get(place, what).decode()
+
+    def gather_text(self, key: str, text: str) -> list[str]:
+        """Every rank's ``text``, by rank, on every rank; through rank 0, so that it scales."""
+        if self.world == 1:
+            return [text]
+        self._rounds += 1
+        place, what = f"gather-{self._rounds}", f"gathering every rank's {key}"
+        if self.rank == 0:
+            others = [self._get(f"{place}/{r}", what).decode() for r in range(1, self.world)]
+            whole = json.dumps([text, *others])
+            self._ask(what, lambda: self.store.set(f"{place}/all", whole))
+        else:
+            self._ask(what, lambda: self.store.set(f"{place}/{self.rank}", text))
+        found: list[str] = json.loads(self._get(f"{place}/all", what))
+        return found
 
     def check_same(self, what: str, lines: Sequence[str]) -> None:
         """Raise on every rank, naming the first difference, unless all ranks pass equal lines.

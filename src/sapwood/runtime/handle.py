@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,16 @@ class RunHandle(Protocol):
         ...
 
     @property
+    def schedulers(self) -> Sequence[Any]:
+        """What is stepped at the end of each step."""
+        ...
+
+    @property
+    def scaler(self) -> Any | None:
+        """The gradient scaler, if there is one."""
+        ...
+
+    @property
     def step_count(self) -> int:
         """Steps ended so far."""
         ...
@@ -66,4 +76,8 @@ class RunHandle(Protocol):
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Parameters and buffers by name."""
+        ...
+
+    def resume_at(self, step: int) -> None:
+        """Go on as if ``step`` steps had ended: their state has just been restored."""
         ...

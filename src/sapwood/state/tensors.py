@@ -9,6 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+__all__ = [
+    "clean_name",
+    "describe_model",
+    "named_buffers",
+    "named_parameters",
+    "optimizer_tensors",
+    "unwrap",
+]
+
 _COMPILED = "_orig_mod"
 _WRAPPERS = frozenset({_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 

@@ -148,6 +148,10 @@ class Synchroniser(Protocol):
         """How often a parameter was updated."""
         ...
 
+    def resume_at(self, step: int) -> None:
+        """Call the next step ``step``."""
+        ...
+
     def close(self) -> None:
         """Remove hooks and end threads."""
         ...

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sapwood.events import BuffersUpdated
 from sapwood.runtime.group import Pending
-from sapwood.state import named_buffers
+from sapwood.state.tensors import named_buffers
 from sapwood.sync.base import Context
 
 __all__ = ["BufferSync"]

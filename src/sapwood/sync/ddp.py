@@ -80,6 +80,11 @@ class Ddp:
         """How often a parameter was updated."""
         return self._updater.generations[name]
 
+    def resume_at(self, step: int) -> None:
+        """Call the next step ``step``."""
+        self.wait()
+        self._updater.step = step
+
     def wait(self) -> None:
         """DDP has waited inside backward; this raises what went wrong there."""
         self._worker.drain(self._context.settings.timeout)

@@ -143,6 +143,11 @@ class Layerwise:
         """How often a parameter was updated."""
         return self._updater.generations[name]
 
+    def resume_at(self, step: int) -> None:
+        """Call the next step ``step``."""
+        self.wait()
+        self._updater.step = step
+
     # -- forward -----------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: object) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sapwood.errors import ConfigError
-from sapwood.state import named_parameters
+from sapwood.state.tensors import named_parameters
 
 __all__ = ["Members", "check_model"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sapwood.events import Fence, TensorUpdated, UpdatedTensor
 from sapwood.runtime import faults
 from sapwood.runtime.device import Lane
-from sapwood.state import optimizer_tensors
+from sapwood.state.tensors import optimizer_tensors
 from sapwood.sync.base import Context, SyncStats
 from sapwood.sync.optim import OptimizerView
 

@@ -1,0 +1,60 @@
+"""A piece of shared memory without a name: it lives as long as a process holds its descriptor.
+
+Nothing is left behind in /dev/shm, whoever is killed; a process that was given the descriptor keeps
+the bytes when the one that wrote them is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Arena"]
+
+
+class Arena:
+    """Shared memory of a fixed size, mapped and touched, so that writing to it never faults."""
+
+    def __init__(self, nbytes: int, *, label: str = "staging") -> None:
+        """Make new memory; ``label`` shows in /proc/self/maps."""
+        fd = os.memfd_create(f"sapwood-{label}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, max(nbytes, 1))
+            self._map = mmap.mmap(fd, max(nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd = fd
+        self.nbytes = nbytes
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, count=nbytes)
+
+    @classmethod
+    def attach(cls, fd: int) -> Arena:
+        """Map memory made elsewhere; the descriptor is this object's from now on."""
+        self = cls.__new__(cls)
+        nbytes = os.fstat(fd).st_size
+        self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+        self.fd = fd
+        self.nbytes = nbytes
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        return self
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self.fd < 0
+
+    def close(self) -> None:
+        """Give the memory back, once no array of it is in use; calling it again does nothing."""
+        if self.closed:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.bytes = np.empty(0, np.uint8)
+        # A caller still holds a part of it: the mapping ends with that part.
+        with suppress(BufferError):
+            self._map.close()

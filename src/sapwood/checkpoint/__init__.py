@@ -1,0 +1,1 @@
+"""Asynchronous, sharded checkpoints of a run on several tiers (DeepFreeze)."""

@@ -1,0 +1,77 @@
+"""Choosing how to capture, and how often at most, from what checkpoints have cost so far.
+
+As in the paper, what a checkpoint costs is its own step and the next, longer than usual by so much:
+that is where copies and background work get in the way.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+__all__ = ["ModeChoice", "StepClock"]
+
+_TRIALS = 2
+_REMEMBERED = 32
+
+
+class StepClock:
+    """How long steps take: as a rule, and around a checkpoint."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._usual: deque[float] = deque(maxlen=_REMEMBERED)
+        self._last: float | None = None
+        self._around: list[float] | None = None
+
+    @property
+    def usual(self) -> float | None:
+        """The median of ordinary steps, in seconds; None while there was none."""
+        return statistics.median(self._usual) if self._usual else None
+
+    def ended(self, now: float, *, saved: bool) -> float | None:
+        """A step ended at ``now``; after a checkpoint and the step behind it, what they cost."""
+        last, self._last = self._last, now
+        if last is None:
+            return None
+        seconds = now - last
+        if saved:
+            self._around = [seconds]
+            return None
+        if self._around is None:
+            self._usual.append(seconds)
+            return None
+        both, self._around = [*self._around, seconds], None
+        usual = self.usual
+        return None if usual is None else max(0.0, sum(both) - 2 * usual)
+
+
+class ModeChoice:
+    """Tries each way of capturing a few times, then stays with the cheapest."""
+
+    def __init__(self, modes: tuple[str, ...] = ("lazy", "backward")) -> None:
+        """``modes`` in the order they are tried; the first is preferred when costs are equal."""
+        self._costs: dict[str, list[float]] = {mode: [] for mode in modes}
+
+    @property
+    def mode(self) -> str:
+        """How to capture next."""
+        for mode, costs in self._costs.items():
+            if len(costs) < _TRIALS:
+                return mode
+        return min(self._costs, key=lambda mode: statistics.median(self._costs[mode]))
+
+    def note(self, mode: str, seconds: float) -> None:
+        """A checkpoint taken this way cost so much."""
+        costs = self._costs.get(mode)
+        if costs is not None:
+            costs.append(seconds)
+            del costs[:-_REMEMBERED]
+
+    def interval(self, usual: float | None, bound: float) -> int:
+        """The number of steps between checkpoints that keeps their cost under ``bound``."""
+        costs = self._costs[self.mode]
+        if not costs or not usual:
+            return 1
+        return max(1, math.ceil(statistics.median(costs) / (bound * usual)))

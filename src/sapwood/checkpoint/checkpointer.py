@@ -1,0 +1,397 @@
+"""Checkpointer: what a user adds to a training loop, in one line.
+
+A step that is due is captured through the run's own events (see ``capture``), handed to an engine,
+and reported here as it becomes safe in one tier after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sapwood.buffers import Arena
+from sapwood.checkpoint.apply import apply
+from sapwood.checkpoint.auto import ModeChoice, StepClock
+from sapwood.checkpoint.capture import Capture, make_capture
+from sapwood.checkpoint.contents import Contents, collect
+from sapwood.checkpoint.engine import Durable, Engine, Failed, Freed, Job, Progress, start_engine
+from sapwood.checkpoint.extras import Extras, Stateful
+from sapwood.checkpoint.nodes import find_nodes
+from sapwood.checkpoint.report import CheckpointStats, SaveReport
+from sapwood.checkpoint.restore import Loaded, load_newest
+from sapwood.checkpoint.schedule import Schedule
+from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
+from sapwood.checkpoint.staging import Staging
+from sapwood.errors import CheckpointError
+from sapwood.events import StepEnded, TensorUpdated
+from sapwood.runtime.handle import RunHandle
+from sapwood.runtime.settings import UNSET, resolve
+from sapwood.runtime.worker import Worker
+from sapwood.state.shards import ShardPlan, plan_shards
+from sapwood.tiers.make import make_tiers
+from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.spec import TierSpec
+
+__all__ = ["Checkpointer"]
+
+log = logging.getLogger(__name__)
+_ARENAS = 2
+
+
+class Checkpointer:
+    """Saves and restores a run.
+
+    Args:
+        run: the run.
+        place: a folder, or ``s3://bucket/prefix``.
+        tiers: where checkpoints go, cheapest first, such as ``("memory", "local:/scratch",
+            "partner", "parity:4+2", "external")``; by default memory and ``place``.
+        shared: what else to save, by name: anything with ``state_dict`` and ``load_state_dict``
+            that is the same on every rank. Schedulers of the run are saved anyway.
+        own: the same for what differs from rank to rank, such as a reader's position in the data.
+        on_captured: called with the report when this rank's bytes are taken.
+        on_durable: called on rank 0 with report and tier when all shards are safe in a tier.
+        settings: any field of ``CheckpointSettings``: every, mode, overhead, engine, keep, ...
+            Each can also come from ``SAPWOOD_<NAME>`` or ``[checkpoint]`` in sapwood.toml.
+    """
+
+    def __init__(
+        self,
+        run: RunHandle,
+        place: str | Path = "ckpts",
+        *,
+        tiers: Sequence[str | TierSpec] | None = None,
+        shared: Mapping[str, Stateful] | None = None,
+        own: Mapping[str, Stateful] | None = None,
+        on_captured: Callable[[SaveReport], None] | None = None,
+        on_durable: Callable[[SaveReport, str], None] | None = None,
+        every: int | None = UNSET,
+        mode: str = UNSET,
+        **settings: Any,
+    ) -> None:
+        """Start the engine; nothing is saved yet."""
+        given = {"every": every, "mode": mode, **settings}
+        self.settings = resolve(CheckpointSettings, "checkpoint", given).value
+        self.stats = CheckpointStats()
+        self.specs = tier_specs(place, tiers)
+        self._run = run
+        self._extras = Extras({**_schedulers(run), **(shared or {})}, own or {})
+        self._on_captured, self._on_durable = on_captured, on_durable
+        self._attempt = run.group.share_text("checkpoint attempt", secrets.token_hex(3))
+        self._nodes = find_nodes(run.group)
+        self._schedule = Schedule(
+            run.group,
+            self.settings.every,
+            f"ckpt/{self._attempt}/due",
+            stretches=self.settings.mode == "auto",
+        )
+        self._clock, self._choice = StepClock(), ModeChoice()
+        self._lock = threading.Lock()
+        self._contents: Contents | None = None
+        self._plan: ShardPlan | None = None
+        self._stagings: list[Staging] = []
+        self._free: set[int] = set()
+        self._retired: dict[int, Arena] = {}
+        self._capture: Capture | None = None
+        self._capture_step = 0
+        self._saved = 0
+        self._closed = False
+        self._worker = Worker("sapwood-capture")
+        self._engine: Engine = start_engine(
+            specs=self.specs, nodes=self._nodes, settings=self.settings, listener=self._heard
+        )
+        self._subscriptions = [
+            run.events.subscribe(TensorUpdated, self._updated, name="checkpoint"),
+            run.events.subscribe(StepEnded, self._step_ended, name="checkpoint"),
+        ]
+        self._schedule.start(run.step_count)
+        self._arm(run.step_count + 1)
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def save(self) -> SaveReport:
+        """Take a checkpoint of the step that has just ended; all ranks must call it.
+
+        Returns when the bytes are captured; ``wait`` waits until they are durable.
+
+        Raises:
+            CheckpointError: no staging memory became free in time.
+        """
+        self._check_open()
+        step = self._run.step_count
+        capture = self._begin_within(step, self.settings.drain_timeout)
+        if capture is None:
+            raise CheckpointError(
+                f"earlier checkpoints were not written in {self.settings.drain_timeout:g} s"
+            )
+        self._end(capture, step)
+        report = self.stats.of(CheckpointId(step, self._attempt))
+        assert report is not None
+        return report
+
+    def _updated(self, event: TensorUpdated) -> None:
+        if self._capture is not None and event.step == self._capture_step:
+            self._capture.updated(event)
+
+    def _step_ended(self, event: StepEnded) -> None:
+        self._worker.check()
+        self._schedule.ended(event.step)
+        capture, self._capture = self._capture, None
+        self._measure(saved=capture is not None)
+        if capture is not None and self._capture_step == event.step:
+            self._finish(capture, event.step)
+        elif self._schedule.due == event.step:
+            self._save_late(event.step)
+        self._arm(event.step + 1)
+
+    def _save_late(self, step: int) -> None:
+        """No staging memory was free when the step began: wait for some, but not for ever."""
+        capture = self._begin_within(step, self.settings.patience)
+        if capture is not None:
+            self._finish(capture, step)
+            return
+        self.stats.skipped.append(step)
+        log.warning(
+            "step %d is not saved: earlier checkpoints have not been written for %g s; see the "
+            "tiers' warnings, or save less often",
+            step,
+            self.settings.patience,
+        )
+        self._schedule.saved(step)
+
+    def _begin_within(self, step: int, seconds: float) -> Capture | None:
+        deadline = time.monotonic() + seconds
+        while (capture := self._begin(step, "sharded")) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.001)
+        return capture
+
+    def _measure(self, *, saved: bool) -> None:
+        cost = self._clock.ended(time.perf_counter(), saved=saved)
+        if cost is not None and self.stats.saves:
+            report = self.stats.saves[-1]
+            report.overhead_seconds = cost
+            self._choice.note(report.mode, cost)
+
+    def _finish(self, capture: Capture, step: int) -> None:
+        assert self._contents is not None
+        if not self._contents.current():
+            # Tensors were replaced or appeared (an optimizer's state in its first step).
+            capture.abandon()
+            self._free.add(capture.staging.number)
+            fresh = self._begin(step, "sharded")
+            if fresh is None:
+                return
+            capture = fresh
+        self._schedule.saved(step, at_least=self._interval())
+        self._end(capture, step)
+
+    def _interval(self) -> int:
+        if self.settings.mode != "auto":
+            return 1
+        return self._choice.interval(self._clock.usual, self.settings.overhead)
+
+    def _end(self, capture: Capture, step: int) -> None:
+        """The step's state is complete: take what is small at once, and let the capture end."""
+        assert self._contents is not None
+        start = time.perf_counter()
+        capture.extras = self._extras.take(
+            step, self._run.optimizer.param_groups, self._contents.plain
+        )
+        capture.blocking_seconds += time.perf_counter() - start
+        capture.ended()
+
+    def _arm(self, step: int) -> None:
+        """Get ready to capture ``step``, if it is due."""
+        if self._schedule.due == step:
+            self._capture_step = step
+            self._capture = self._begin(step, self._mode())
+
+    def _mode(self) -> str:
+        mode = self.settings.mode
+        return self._choice.mode if mode == "auto" else mode
+
+    def _begin(self, step: int, mode: str) -> Capture | None:
+        """A capture into free staging memory; None if there is none."""
+        self._follow()
+        with self._lock:
+            if not self._free:
+                return None
+            number = self._free.pop()
+        assert self._contents is not None
+        staging = next(s for s in self._stagings if s.number == number)
+        names = self._contents.by_parameter
+        return make_capture(mode, staging, names, lambda c: self._captured(c, step), self._worker)
+
+    def _follow(self) -> None:
+        """Plan anew if the run's tensors are not those of the plan."""
+        if self._contents is not None and self._contents.current():
+            return
+        run = self._run
+        everyone = tuple(range(run.group.world))
+        holders = (0,) if self.settings.mode == "single" else everyone
+        with run.trace.span("ckpt_plan"):
+            self._contents = collect(run.model, run.optimizer, lambda name: holders)
+            self._plan = plan_shards(self._contents.catalog, run.group.world)
+            shard = self._plan.shards[run.group.rank]
+            self._retire()
+            for _ in range(_ARENAS):
+                arena = Arena(shard.nbytes)
+                number = self._engine.lend(arena)
+                self._stagings.append(Staging(self._contents, shard, arena, number))
+                self._free.add(number)
+
+    def _retire(self) -> None:
+        """Put the staging memory of an old plan aside; what is still on its way ends by itself."""
+        with self._lock:
+            for staging in self._stagings:
+                self._retired[staging.number] = staging.arena
+            self._stagings = []
+            idle, self._free = self._free, set()
+        for number in idle:
+            self._give_up(number)
+
+    def _give_up(self, number: int) -> None:
+        arena = self._retired.pop(number, None)
+        if arena is not None:
+            self._engine.recall(number)
+            arena.close()
+
+    def _captured(self, capture: Capture, step: int) -> None:
+        run = self._run
+        assert self._plan is not None
+        id = CheckpointId(step, self._attempt)
+        report = SaveReport(id=id, mode=capture.mode, nbytes=capture.staging.arena.nbytes)
+        report.preparation_seconds = capture.copy_seconds
+        report.blocking_seconds = capture.blocking_seconds
+        self.stats.saves.append(report)
+        self._saved += 1
+        self._engine.submit(
+            Job(
+                id=id,
+                rank=run.group.rank,
+                arena=capture.staging.number,
+                plan=self._plan,
+                created=time.time(),
+                extras=capture.extras(),
+                tiers=tuple(s.kind for s in self.specs if (self._saved - 1) % s.every == 0),
+            )
+        )
+        if self._on_captured is not None:
+            self._on_captured(report)
+
+    # -- what the engine says ----------------------------------------------------------------
+
+    def _heard(self, progress: Progress) -> None:
+        if isinstance(progress, Freed):
+            with self._lock:
+                if any(s.number == progress.arena for s in self._stagings):
+                    self._free.add(progress.arena)
+            self._give_up(progress.arena)
+            return
+        report = self.stats.of(progress.id)
+        if report is None:
+            return
+        if isinstance(progress, Failed):
+            log.warning("checkpoint %s, tier %s: %s", progress.id, progress.tier, progress.message)
+            if progress.final:
+                report.failed[progress.tier] = progress.message
+        elif isinstance(progress, Durable):
+            report.durable[progress.tier] = progress.seconds
+
+    # -- restoring ---------------------------------------------------------------------------
+
+    def restore_latest(self, *, optimizer: bool = True) -> Loaded | None:
+        """Restore the newest whole checkpoint, on any number of ranks; None if there is none.
+
+        Raises:
+            CheckpointError: none of those there is whole, or it is of another model.
+        """
+        return self._restore(None, optimizer)
+
+    def restore(self, step: int, *, optimizer: bool = True) -> Loaded:
+        """Restore the checkpoint of a step.
+
+        Raises:
+            CheckpointError: it is not there, not whole, or of another model.
+        """
+        loaded = self._restore(step, optimizer)
+        if loaded is None:
+            raise CheckpointError(f"there is no checkpoint of step {step}, nor any other")
+        return loaded
+
+    def _restore(self, step: int | None, optimizer: bool) -> Loaded | None:
+        self._check_open()
+        self.wait()
+        run = self._run
+        files = () if optimizer else ("model",)
+        with run.trace.span("ckpt_restore"):
+            places = make_tiers(self.specs, self._nodes)
+            try:
+                loaded = load_newest(run.group, places, step=step, files=files)
+            finally:
+                for tier in places:
+                    tier.close()
+            if loaded is None:
+                return None
+            apply(run.model, run.optimizer, loaded, with_optimizer=optimizer)
+            for note in (*self._extras.restore(loaded.common, loaded.mine), *loaded.skipped):
+                log.warning("while restoring %s: %s", loaded.id, note)
+        run.resume_at(loaded.id.step)
+        self._capture = None
+        self._schedule.start(run.step_count)
+        self._arm(run.step_count + 1)
+        return loaded
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every checkpoint taken so far is durable in its tiers, or given up.
+
+        Raises:
+            CheckpointError: it took longer than ``timeout`` (by default ``drain_timeout``) seconds.
+        """
+        seconds = self.settings.drain_timeout if timeout is None else timeout
+        self._worker.drain(seconds)
+        if not self._engine.drain(seconds):
+            raise CheckpointError(f"checkpoints were still under way after {seconds:g} s")
+
+    def close(self) -> None:
+        """Finish what is under way and end the engine; calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for subscription in self._subscriptions:
+            subscription.cancel()
+        if self._capture is not None:
+            self._capture.abandon()
+        self._worker.close(self.settings.drain_timeout)
+        self._engine.close(self.settings.drain_timeout)
+        self._retire()
+        for arena in self._retired.values():
+            arena.close()
+
+    def __enter__(self) -> Checkpointer:
+        """Close at the end of a ``with`` block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("this Checkpointer is closed; make a new one")
+
+
+def _schedulers(run: RunHandle) -> dict[str, Stateful]:
+    named: dict[str, Stateful] = {f"scheduler {n}": s for n, s in enumerate(run.schedulers)}
+    if run.scaler is not None:
+        named["scaler"] = run.scaler
+    return named

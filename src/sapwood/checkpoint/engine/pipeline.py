@@ -1,0 +1,201 @@
+"""Carrying captured shards to their tiers, each tier at its own pace.
+
+One thread makes checksums, one thread per tier writes. The staging memory of a shard is given back
+as soon as nobody needs it: tiers behind a node's own disk read the shard from there. A tier that
+fails is tried again after longer and longer pauses, reported, and at last given up for this shard;
+it never holds up another tier.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sapwood.checkpoint.engine.base import Durable, Failed, Job, Listener
+from sapwood.errors import SapwoodError
+from sapwood.runtime import faults
+from sapwood.runtime.worker import Worker
+from sapwood.tiers.base import Stored, Tier, read_range
+from sapwood.tiers.memory import MemoryTier
+from sapwood.tiers.record import CheckpointId, ShardRecord, describe
+from sapwood.tiers.spec import TierSpec
+
+__all__ = ["Pipeline"]
+
+log = logging.getLogger(__name__)
+_FIRST_PAUSE, _LAST_PAUSE = 0.2, 30.0
+
+
+class _Lent:
+    """Staging memory, given back when the last user is done with it."""
+
+    def __init__(self, data: Any, given_back: Callable[[], None]) -> None:
+        self.data = data
+        self._given_back = given_back
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._given_back()
+
+
+@dataclass(kw_only=True)
+class _Load:
+    """A shard on its way."""
+
+    job: Job
+    lent: _Lent
+    submitted: float = field(default_factory=time.perf_counter)
+    record: ShardRecord | None = None
+    on_disk: Tier | None = None
+    """A tier of this node from which the shard can be read again."""
+
+
+class Pipeline:
+    """The tiers of a node (in ``sync`` mode, of a rank) and the shards on their way there."""
+
+    def __init__(self, tiers: Sequence[tuple[TierSpec, Tier]], tell: Listener) -> None:
+        """``tell`` hears of everything; it is called on the pipeline's threads."""
+        self.tiers = {tier.name: tier for _, tier in tiers}
+        self._specs = {tier.name: spec for spec, tier in tiers}
+        self._tell = tell
+        self._stop = threading.Event()
+        self._open = 0
+        self._idle = threading.Condition()
+        self._checksums = Worker("sapwood-checksums")
+        self._workers = {name: Worker(f"sapwood-tier-{name}") for name in self.tiers}
+
+    def submit(self, job: Job, data: Any, given_back: Callable[[], None]) -> None:
+        """Carry a shard on; ``given_back`` is called when ``data`` is no longer needed."""
+        load = _Load(job=job, lent=_Lent(data, given_back))
+        with self._idle:
+            self._open += 1
+        self._checksums.submit(lambda: self._describe(load))
+
+    def drop(self, id: CheckpointId, tiers: Sequence[str]) -> None:
+        """Remove a checkpoint from some tiers, after what is queued there."""
+        for name in tiers:
+            self._workers[name].submit(lambda name=name: self._drop(name, id))  # type: ignore[misc]
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until nothing is on its way; False if that took too long."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._open == 0, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Finish what is on its way, then end; False if something had to be given up."""
+        done = self.drain(timeout)
+        self._stop.set()
+        for worker in (self._checksums, *self._workers.values()):
+            worker.close(5.0)
+        for tier in self.tiers.values():
+            tier.close()
+        return done
+
+    # -- on the threads ----------------------------------------------------------------------
+
+    def _describe(self, load: _Load) -> None:
+        job = load.job
+        faults.point("engine.describe", step=job.id.step, rank=job.rank)
+        load.record = describe(
+            id=job.id,
+            world=len(job.plan.shards),
+            catalog=job.plan.catalog,
+            shard=job.plan.shards[job.rank],
+            data=load.lent.data,
+            created=job.created,
+            extras=job.extras,
+        )
+        self._next(load, [name for name in self.tiers if name in job.tiers])
+
+    def _next(self, load: _Load, names: list[str]) -> None:
+        """Go on with the first of the tiers left."""
+        if load.on_disk is not None:
+            load.lent.release()
+            load.lent = _Lent(None, lambda: None)
+        if names and not self._stop.is_set():
+            self._workers[names[0]].submit(lambda: self._keep(load, names))
+            return
+        load.lent.release()
+        with self._idle:
+            self._open -= 1
+            self._idle.notify_all()
+
+    def _keep(self, load: _Load, names: list[str]) -> None:
+        name = names[0]
+        job, cpu = load.job, time.thread_time()
+        if self._try(load, name):
+            self._tell(
+                Durable(
+                    id=job.id,
+                    rank=job.rank,
+                    tier=name,
+                    nbytes=load.record.nbytes if load.record else 0,
+                    seconds=time.perf_counter() - load.submitted,
+                    cpu_seconds=time.thread_time() - cpu,
+                )
+            )
+            if name == "local":
+                load.on_disk = self.tiers[name]
+        self._next(load, names[1:])
+
+    def _try(self, load: _Load, name: str) -> bool:
+        """Put a shard, trying again as often as the tier's settings say."""
+        pause = _FIRST_PAUSE
+        retries = self._specs[name].retries
+        for left in range(retries, -1, -1):
+            try:
+                self._put(load, self.tiers[name])
+                return True
+            except SapwoodError as error:
+                final = left == 0 or self._stop.is_set()
+                job = load.job
+                self._tell(
+                    Failed(id=job.id, rank=job.rank, tier=name, message=str(error), final=final)
+                )
+                if final:
+                    return False
+            self._stop.wait(pause)
+            pause = min(pause * 2, _LAST_PAUSE)
+        return False
+
+    def _put(self, load: _Load, tier: Tier) -> None:
+        assert load.record is not None
+        faults.point("engine.put", tier=tier.name, step=load.job.id.step, rank=load.job.rank)
+        if isinstance(tier, MemoryTier) and load.lent.data is not None:
+            load.lent.hold()
+            tier.keep(load.record, load.lent.data, load.lent.release)
+        else:
+            tier.put(load.record, self._data(load))
+
+    def _data(self, load: _Load) -> Any:
+        if load.lent.data is not None:
+            return load.lent.data
+        assert load.on_disk is not None
+        assert load.record is not None
+        memory = np.zeros(load.record.nbytes, np.uint8)
+        with closing(load.on_disk.open(Stored(load.job.id, load.job.rank))) as shard:
+            for part in shard.record.ranges:
+                read_range(shard, part, memory[part.at : part.at + part.nbytes])
+        return memory
+
+    def _drop(self, name: str, id: CheckpointId) -> None:
+        try:
+            self.tiers[name].drop(id)
+        except SapwoodError as error:
+            log.warning("tier %s: checkpoint %s was not removed: %s", name, id, error)

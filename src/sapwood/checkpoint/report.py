@@ -1,0 +1,46 @@
+"""What each checkpoint cost: the three figures of the paper, and when it was safe where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sapwood.tiers.record import CheckpointId
+
+__all__ = ["CheckpointStats", "SaveReport"]
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveReport:
+    """One checkpoint, as this rank saw it."""
+
+    id: CheckpointId
+    mode: str
+    nbytes: int
+    """Size of this rank's shard."""
+    preparation_seconds: float = 0.0
+    """Copying into staging memory, on any thread."""
+    blocking_seconds: float = 0.0
+    """What the training thread spent on it."""
+    fence_seconds: float = 0.0
+    """What updates waited for its copies."""
+    overhead_seconds: float | None = None
+    """This step and the next, longer than usual by so much; None until the next has ended."""
+    durable: dict[str, float] = field(default_factory=dict)
+    """Seconds from the end of the step until this rank's shard was safe, by tier."""
+    whole: set[str] = field(default_factory=set)
+    """Tiers in which the shards of all ranks are safe."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Tiers that gave up, and why."""
+
+
+@dataclass(slots=True)
+class CheckpointStats:
+    """All checkpoints of a run."""
+
+    saves: list[SaveReport] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    """Steps that were due while both staging buffers were still on their way."""
+
+    def of(self, id: CheckpointId) -> SaveReport | None:
+        """The report of a checkpoint."""
+        return next((s for s in reversed(self.saves) if s.id == id), None)

@@ -1,0 +1,78 @@
+"""What can be set about checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sapwood.errors import ConfigError
+from sapwood.tiers.spec import TierSpec
+
+__all__ = ["CheckpointSettings", "tier_specs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """When a checkpoint is taken, how its bytes are captured, and where they go."""
+
+    every: int | None = None
+    """Take a checkpoint every n steps; None: only when ``save`` is called."""
+    mode: Literal["auto", "lazy", "backward", "sharded", "single"] = "auto"
+    """How bytes are captured; ``auto`` measures and picks."""
+    overhead: float = 0.02
+    """With ``auto``: the share of the time checkpoints may cost; they become rarer to keep it."""
+    engine: Literal["node", "sync"] = "node"
+    """``node``: a process per node that outlives the ranks. ``sync``: in the rank, blocking."""
+    linger: float = 60.0
+    """Seconds the engine waits for ranks that come back after all of them died."""
+    keep: int | None = 3
+    """How many checkpoints to keep; None keeps all. ``retention`` says it in more detail."""
+    patience: float = 30.0
+    """Seconds a step that is due waits for staging memory; then it is not saved."""
+    drain_timeout: float = 600.0
+    """Seconds ``close`` waits for checkpoints that are under way."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        for name in ("every", "keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, expected at least 1, or none")
+        if not 0 < self.overhead < 1:
+            raise ConfigError(f"overhead is {self.overhead}, expected a share such as 0.02")
+        for name in ("linger", "patience", "drain_timeout"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected seconds")
+
+
+def tier_specs(place: str | Path, tiers: Sequence[str | TierSpec] | None) -> tuple[TierSpec, ...]:
+    """The tiers of a checkpointer: memory and the given place, unless the user says otherwise.
+
+    ``external`` without a folder means the place; ``local`` without one a folder inside it.
+    """
+    text = str(place)
+    home = TierSpec.parse(text) if text.startswith("s3://") else None
+    chosen = tiers if tiers is not None else ("memory", "s3" if home else "external")
+    specs = [t if isinstance(t, TierSpec) else _parse(t, text, home) for t in chosen]
+    names = [spec.kind for spec in specs]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ConfigError(f"tier {twice.pop()!r} is given twice")
+    if not set(names) - {"memory"}:
+        raise ConfigError("all tiers are memory, so no checkpoint would ever be durable")
+    return tuple(specs)
+
+
+def _parse(text: str, place: str, home: TierSpec | None) -> TierSpec:
+    if text == "s3" and home is not None:
+        return home
+    spec = TierSpec.parse(text)
+    defaults = {"external": place, "local": str(Path(place) / "nodes")}
+    if spec.place or spec.kind not in defaults:
+        return spec
+    if home is not None and spec.kind == "external":
+        raise ConfigError(f"the place is {place}; give the external tier a folder: external:/path")
+    return TierSpec(kind=spec.kind, place=defaults[spec.kind])

@@ -1,0 +1,118 @@
+"""Who saves what: each rank a slice of every large tensor, and small tensors whole.
+
+Slicing a small tensor costs more than it saves (DeepFreeze saw it on ResNet-50), so small ones are
+packed whole, each on the holder that has least to do so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from sapwood.state.catalog import Catalog, Entry
+
+__all__ = ["Piece", "Shard", "ShardPlan", "plan_shards"]
+
+ALIGNMENT = 64
+"""Slices and places in staging memory begin at multiples of this: a cache line."""
+SMALL_SLICE = 64 * 1024
+"""A tensor whose slices would be smaller than this is not sliced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some bytes of one tensor, and their place in the shard's memory."""
+
+    file: str
+    name: str
+    start: int
+    stop: int
+    at: int
+    """Offset in the shard."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The tensor's file and name."""
+        return self.file, self.name
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank saves."""
+
+    rank: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the shard's memory, gaps included."""
+        if not self.pieces:
+            return 0
+        last = self.pieces[-1]
+        return _aligned(last.at + last.nbytes)
+
+    @cached_property
+    def by_key(self) -> Mapping[tuple[str, str], Piece]:
+        """Pieces by tensor: a rank has at most one of each."""
+        return {piece.key: piece for piece in self.pieces}
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The shards of all ranks; together they hold every byte of the catalog once."""
+
+    catalog: Catalog
+    shards: tuple[Shard, ...]
+
+
+def plan_shards(catalog: Catalog, world: int) -> ShardPlan:
+    """Share the catalog's bytes over its holders; every rank computes the same plan."""
+    loads = [0] * world
+    cuts: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+    small: list[Entry] = []
+    for entry in catalog.entries:
+        if entry.nbytes < SMALL_SLICE * len(entry.holders):
+            small.append(entry)
+            continue
+        cuts[entry.key] = _slices(entry.nbytes, entry.holders)
+        for rank, start, stop in cuts[entry.key]:
+            loads[rank] += stop - start
+    for entry in sorted(small, key=lambda e: (-e.nbytes, e.key)):
+        rank = min(entry.holders, key=lambda r: (loads[r], r))
+        cuts[entry.key] = [(rank, 0, entry.nbytes)]
+        loads[rank] += max(entry.nbytes, ALIGNMENT)
+    return ShardPlan(catalog, tuple(_shard(rank, catalog.entries, cuts) for rank in range(world)))
+
+
+def _slices(nbytes: int, holders: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Equal slices, cut at aligned places; the last one takes what is left."""
+    step = _aligned(-(-nbytes // len(holders)))
+    bounds = [(rank, i * step, min((i + 1) * step, nbytes)) for i, rank in enumerate(holders)]
+    return [(rank, start, stop) for rank, start, stop in bounds if start < stop]
+
+
+def _shard(
+    rank: int,
+    entries: Sequence[Entry],
+    cuts: Mapping[tuple[str, str], list[tuple[int, int, int]]],
+) -> Shard:
+    pieces = []
+    at = 0
+    for entry in entries:
+        for owner, start, stop in cuts[entry.key]:
+            if owner == rank:
+                pieces.append(
+                    Piece(file=entry.file, name=entry.name, start=start, stop=stop, at=at)
+                )
+                at = _aligned(at + stop - start)
+    return Shard(rank, tuple(pieces))
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,117 @@
+"""The contract of a tier: a place where the shards of checkpoints rest.
+
+A shard is there whole or not at all: ``put`` returns when the bytes and their record would survive
+what the tier promises to survive, and ``shards`` lists a shard only after its ``put`` returned, or
+would have. A checkpoint can be restored when every rank's shard is in some tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sapwood.errors import CheckpointError
+from sapwood.tiers.digest import matches
+from sapwood.tiers.record import CheckpointId, Range, ShardRecord
+
+__all__ = ["Stored", "StoredShard", "Tier", "read_range", "verify"]
+
+
+@dataclass(frozen=True, order=True)
+class Stored:
+    """One shard in some tier."""
+
+    id: CheckpointId
+    rank: int
+
+
+class StoredShard(Protocol):
+    """A shard that can be read; close it when done."""
+
+    @property
+    def record(self) -> ShardRecord:
+        """What the shard holds; its own checksum was verified."""
+        ...
+
+    def read_into(self, part: Range, out: Any) -> None:
+        """Read a range's bytes into a writable buffer of that size.
+
+        Raises:
+            CheckpointError: they cannot be read, or are fewer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what reading needs."""
+        ...
+
+
+class Tier(Protocol):
+    """A place where shards rest. Calls may come from several threads, for different shards."""
+
+    @property
+    def name(self) -> str:
+        """As in settings, messages and traces: memory, local, partner, parity, external, s3."""
+        ...
+
+    def put(self, record: ShardRecord, data: Any) -> None:
+        """Keep a shard, whose memory is ``data``; when it returns, the shard is safe here.
+
+        Raises:
+            TierError: it could not be done now; calling again with the same shard is always right.
+        """
+        ...
+
+    def shards(self) -> Sequence[Stored]:
+        """The shards here, whole ones only, in order.
+
+        Raises:
+            TierError: the place cannot be looked at now.
+        """
+        ...
+
+    def open(self, stored: Stored) -> StoredShard:
+        """Read a shard.
+
+        Raises:
+            CheckpointError: it is not here, or damaged.
+        """
+        ...
+
+    def drop(self, id: CheckpointId) -> None:
+        """Remove what is here of a checkpoint; it is no error if there is nothing."""
+        ...
+
+    def close(self) -> None:
+        """End what the tier has running; what rests here stays."""
+        ...
+
+
+def read_range(shard: StoredShard, part: Range, out: Any) -> None:
+    """Read a range and verify it.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    shard.read_into(part, out)
+    record = shard.record
+    if not matches(out, part.digest, record.algorithm):
+        piece = part.piece
+        raise CheckpointError(
+            f"shard {record.rank} of checkpoint {record.id} is damaged: bytes "
+            f"{piece.start + part.start} to {piece.start + part.start + part.nbytes} of "
+            f"{piece.file} {piece.name} do not match their checksum"
+        )
+
+
+def verify(shard: StoredShard) -> int:
+    """Read and check every range; bytes read.
+
+    Raises:
+        CheckpointError: one is damaged.
+    """
+    buffer = memoryview(bytearray(shard.record.range_bytes))
+    for part in shard.record.ranges:
+        read_range(shard, part, buffer[: part.nbytes])
+    return shard.record.nbytes

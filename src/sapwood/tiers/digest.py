@@ -1,0 +1,46 @@
+"""Checksums of ranges: xxh3 where the xxhash package is installed, else blake2b."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from sapwood.errors import CheckpointError
+
+__all__ = ["DEFAULT_ALGORITHM", "digest", "matches"]
+
+
+def _blake2b(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+_ALGORITHMS: dict[str, Callable[[Any], str]] = {"blake2b": _blake2b}
+try:
+    import xxhash
+except ModuleNotFoundError:
+    pass
+else:
+    _ALGORITHMS["xxh3"] = lambda data: xxhash.xxh3_64_hexdigest(data)
+
+DEFAULT_ALGORITHM = "xxh3" if "xxh3" in _ALGORITHMS else "blake2b"
+
+
+def digest(data: Any, algorithm: str = DEFAULT_ALGORITHM) -> str:
+    """The checksum of anything with a buffer, as hexadecimal digits.
+
+    Raises:
+        CheckpointError: the algorithm is not available here.
+    """
+    try:
+        return _ALGORITHMS[algorithm](data)
+    except KeyError:
+        raise CheckpointError(
+            f"checksums of this checkpoint are {algorithm!r}, which is not available here; "
+            "pip install 'sapwood[checkpoint]'"
+        ) from None
+
+
+def matches(data: Any, expected: str, algorithm: str) -> bool:
+    """Whether ``data`` has this checksum."""
+    return digest(data, algorithm) == expected

@@ -1,0 +1,64 @@
+"""Tiers as a user writes them (``local:/scratch``, ``parity:4+2``), and nodes as tiers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sapwood.errors import ConfigError
+
+__all__ = ["NodeMap", "TierSpec"]
+
+_KINDS = ("memory", "local", "partner", "parity", "external", "s3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpec:
+    """One tier of a checkpointer."""
+
+    kind: str
+    place: str = ""
+    """A folder (local, external), a URL (s3), or ``k+m`` (parity)."""
+    every: int = 1
+    """Only every n-th checkpoint goes here."""
+    retries: int = 5
+    """How often a failed shard is tried again, each time after a longer pause."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no tier can be made of."""
+        if self.kind not in _KINDS:
+            raise ConfigError(f"tier {self.kind!r} is not known; there are {', '.join(_KINDS)}")
+        if self.every < 1 or self.retries < 0:
+            raise ConfigError(f"tier {self.kind}: every={self.every}, retries={self.retries}")
+
+    @classmethod
+    def parse(cls, text: str) -> TierSpec:
+        """A tier from its short form, such as ``local:/scratch`` or ``parity:4+2``."""
+        if text.startswith("s3://"):
+            return cls(kind="s3", place=text)
+        kind, _, place = text.partition(":")
+        return cls(kind=kind, place=place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMap:
+    """Which ranks are on which node, and where the nodes' engines listen."""
+
+    node: str
+    """This node's name."""
+    rank_nodes: tuple[str, ...]
+    """The node of each rank."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """``host:port`` of each node's engine, for what nodes keep for each other."""
+    token: str = ""
+    """What an engine must present to another; never written to a record or a log."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes, in the order of their first rank."""
+        return tuple(dict.fromkeys(self.rank_nodes))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this node."""
+        return tuple(r for r, node in enumerate(self.rank_nodes) if node == self.node)
