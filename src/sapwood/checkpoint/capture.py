@@ -44,6 +44,7 @@ class Capture:
         """Time the training thread spent in here."""
         self.extras: Callable[[], dict[str, Any]] = dict
         """Gives what was taken beside the tensors when the step ended."""
+        self.metrics: dict[str, float] = {}
         self._left = dict.fromkeys(parameters)
         self._done = done
 

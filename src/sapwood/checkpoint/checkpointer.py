@@ -18,12 +18,15 @@ from sapwood.buffers import Arena
 from sapwood.checkpoint.apply import apply
 from sapwood.checkpoint.auto import ModeChoice, StepClock
 from sapwood.checkpoint.capture import Capture, make_capture
+from sapwood.checkpoint.commit import Commit
 from sapwood.checkpoint.contents import Contents, collect
 from sapwood.checkpoint.engine import Durable, Engine, Failed, Freed, Job, Progress, start_engine
 from sapwood.checkpoint.extras import Extras, Stateful
+from sapwood.checkpoint.keeper import Keeper
 from sapwood.checkpoint.nodes import find_nodes
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
 from sapwood.checkpoint.restore import Loaded, load_newest
+from sapwood.checkpoint.retention import Policy, last
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.checkpoint.staging import Staging
@@ -41,6 +44,8 @@ __all__ = ["Checkpointer"]
 
 log = logging.getLogger(__name__)
 _ARENAS = 2
+_COMMIT_PATIENCE = 10.0
+_SHARED = ("external", "s3")
 
 
 class Checkpointer:
@@ -56,8 +61,13 @@ class Checkpointer:
         own: the same for what differs from rank to rank, such as a reader's position in the data.
         on_captured: called with the report when this rank's bytes are taken.
         on_durable: called on rank 0 with report and tier when all shards are safe in a tier.
+        retention: which checkpoints to keep, in place of ``keep``; see ``checkpoint.retention``.
         settings: any field of ``CheckpointSettings``: every, mode, overhead, engine, keep, ...
             Each can also come from ``SAPWOOD_<NAME>`` or ``[checkpoint]`` in sapwood.toml.
+
+    Attributes:
+        metrics: numbers saved with every checkpoint, for ``retention.best``; set them as you go.
+        stats: what each checkpoint cost, and when it was safe where.
     """
 
     def __init__(
@@ -70,6 +80,7 @@ class Checkpointer:
         own: Mapping[str, Stateful] | None = None,
         on_captured: Callable[[SaveReport], None] | None = None,
         on_durable: Callable[[SaveReport, str], None] | None = None,
+        retention: Policy | None = None,
         every: int | None = UNSET,
         mode: str = UNSET,
         **settings: Any,
@@ -78,6 +89,7 @@ class Checkpointer:
         given = {"every": every, "mode": mode, **settings}
         self.settings = resolve(CheckpointSettings, "checkpoint", given).value
         self.stats = CheckpointStats()
+        self.metrics: dict[str, float] = {}
         self.specs = tier_specs(place, tiers)
         self._run = run
         self._extras = Extras({**_schedulers(run), **(shared or {})}, own or {})
@@ -102,6 +114,9 @@ class Checkpointer:
         self._saved = 0
         self._closed = False
         self._worker = Worker("sapwood-capture")
+        leads = self._nodes.ranks[0] == run.group.rank
+        self._commit = Commit(run.group, self._attempt, self._whole, watches=leads)
+        self._keepers = self._make_keepers(retention) if leads else {}
         self._engine: Engine = start_engine(
             specs=self.specs, nodes=self._nodes, settings=self.settings, listener=self._heard
         )
@@ -114,16 +129,18 @@ class Checkpointer:
 
     # -- saving ------------------------------------------------------------------------------
 
-    def save(self) -> SaveReport:
+    def save(self, metrics: Mapping[str, float] | None = None) -> SaveReport:
         """Take a checkpoint of the step that has just ended; all ranks must call it.
 
-        Returns when the bytes are captured; ``wait`` waits until they are durable.
+        Returns when the bytes are captured; ``wait`` waits until they are durable. ``metrics`` are
+        added to ``self.metrics`` first.
 
         Raises:
             CheckpointError: no staging memory became free in time.
         """
         self._check_open()
         step = self._run.step_count
+        self.metrics.update(metrics or {})
         capture = self._begin_within(step, self.settings.drain_timeout)
         if capture is None:
             raise CheckpointError(
@@ -140,7 +157,6 @@ class Checkpointer:
 
     def _step_ended(self, event: StepEnded) -> None:
         self._worker.check()
-        self._schedule.ended(event.step)
         capture, self._capture = self._capture, None
         self._measure(saved=capture is not None)
         if capture is not None and self._capture_step == event.step:
@@ -201,6 +217,7 @@ class Checkpointer:
         """The step's state is complete: take what is small at once, and let the capture end."""
         assert self._contents is not None
         start = time.perf_counter()
+        capture.metrics = dict(self.metrics)
         capture.extras = self._extras.take(
             step, self._run.optimizer.param_groups, self._contents.plain
         )
@@ -267,7 +284,13 @@ class Checkpointer:
         run = self._run
         assert self._plan is not None
         id = CheckpointId(step, self._attempt)
-        report = SaveReport(id=id, mode=capture.mode, nbytes=capture.staging.arena.nbytes)
+        report = SaveReport(
+            id=id,
+            mode=capture.mode,
+            nbytes=capture.staging.arena.nbytes,
+            created=time.time(),
+            metrics=capture.metrics,
+        )
         report.preparation_seconds = capture.copy_seconds
         report.blocking_seconds = capture.blocking_seconds
         self.stats.saves.append(report)
@@ -278,8 +301,8 @@ class Checkpointer:
                 rank=run.group.rank,
                 arena=capture.staging.number,
                 plan=self._plan,
-                created=time.time(),
-                extras=capture.extras(),
+                created=report.created,
+                extras={**capture.extras(), "metrics": report.metrics},
                 tiers=tuple(s.kind for s in self.specs if (self._saved - 1) % s.every == 0),
             )
         )
@@ -304,6 +327,30 @@ class Checkpointer:
                 report.failed[progress.tier] = progress.message
         elif isinstance(progress, Durable):
             report.durable[progress.tier] = progress.seconds
+            self._commit.durable(progress.id, progress.tier)
+
+    def _whole(self, id: CheckpointId, tier: str) -> None:
+        """Every rank's shard is safe in a tier; heard on one rank per node."""
+        report = self.stats.of(id)
+        if report is None:
+            return
+        report.whole.add(tier)
+        if self._on_durable is not None and self._run.group.rank == 0:
+            self._on_durable(report, tier)
+        keeper = self._keepers.get(tier)
+        if keeper is not None:
+            keeper.whole(id, report.created, report.metrics)
+
+    def _make_keepers(self, retention: Policy | None) -> dict[str, Keeper]:
+        """For the tiers this rank looks after: its node's, and on rank 0 those all nodes share."""
+        policy = retention or (None if self.settings.keep is None else last(self.settings.keep))
+        if policy is None:
+            return {}
+        return {
+            tier.name: Keeper(tier, policy, lambda id, name: self._engine.drop(id, (name,)))
+            for tier in make_tiers(self.specs, self._nodes)
+            if tier.name != "memory" and (tier.name not in _SHARED or self._run.group.rank == 0)
+        }
 
     # -- restoring ---------------------------------------------------------------------------
 
@@ -372,6 +419,8 @@ class Checkpointer:
         if self._capture is not None:
             self._capture.abandon()
         self._worker.close(self.settings.drain_timeout)
+        self._engine.drain(self.settings.drain_timeout)
+        self._commit.close(_COMMIT_PATIENCE)
         self._engine.close(self.settings.drain_timeout)
         self._retire()
         for arena in self._retired.values():
