@@ -17,7 +17,7 @@ from typing import Any
 from sapwood.buffers import Arena
 from sapwood.checkpoint.apply import apply
 from sapwood.checkpoint.auto import ModeChoice, StepClock
-from sapwood.checkpoint.capture import Capture, make_capture
+from sapwood.checkpoint.capture import OWNER, Capture, make_capture
 from sapwood.checkpoint.commit import Commit
 from sapwood.checkpoint.contents import Contents, collect
 from sapwood.checkpoint.engine import Durable, Engine, Failed, Freed, Job, Progress, start_engine
@@ -112,6 +112,7 @@ class Checkpointer:
         self._capture: Capture | None = None
         self._capture_step = 0
         self._saved = 0
+        self._waited = 0.0
         self._closed = False
         self._worker = Worker("sapwood-capture")
         leads = self._nodes.ranks[0] == run.group.rank
@@ -190,9 +191,11 @@ class Checkpointer:
 
     def _measure(self, *, saved: bool) -> None:
         cost = self._clock.ended(time.perf_counter(), saved=saved)
+        waited, self._waited = self._waited, self._run.fence_wait(OWNER)
         if cost is not None and self.stats.saves:
             report = self.stats.saves[-1]
             report.overhead_seconds = cost
+            report.fence_seconds = self._waited - waited
             self._choice.note(report.mode, cost)
 
     def _finish(self, capture: Capture, step: int) -> None:
@@ -244,7 +247,9 @@ class Checkpointer:
         assert self._contents is not None
         staging = next(s for s in self._stagings if s.number == number)
         names = self._contents.by_parameter
-        return make_capture(mode, staging, names, lambda c: self._captured(c, step), self._worker)
+        return make_capture(
+            mode, staging, names, lambda c: self._captured(c, step), self._worker, self._run.trace
+        )
 
     def _follow(self) -> None:
         """Plan anew if the run's tensors are not those of the plan."""
@@ -327,6 +332,11 @@ class Checkpointer:
                 report.failed[progress.tier] = progress.message
         elif isinstance(progress, Durable):
             report.durable[progress.tier] = progress.seconds
+            if self._run.trace.on:
+                now = time.perf_counter_ns()
+                start = now - int(progress.seconds * 1e9)
+                lane, step = f"ckpt {progress.tier}", progress.id.step
+                self._run.trace.complete("ckpt_tier", start, now, lane=lane, step=step)
             self._commit.durable(progress.id, progress.tier)
 
     def _whole(self, id: CheckpointId, tier: str) -> None:
