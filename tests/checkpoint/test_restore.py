@@ -114,3 +114,32 @@ def test_a_step_that_is_not_there(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"step 7 .*\[2, 4\]"):
             c.restore(7)
     training.close()
+
+
+def test_tiers_found_by_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sapwood.checkpoint import choose
+    from sapwood.tiers.probe import Storage
+
+    def look_at(folder: Path) -> Storage:
+        return Storage(
+            folder=folder, filesystem="nfs4", kind="network", free=10**12, bytes_per_second=1.0
+        )
+
+    monkeypatch.setattr(choose, "look_at", look_at)
+    monkeypatch.setenv("SAPWOOD_LOCAL", str(tmp_path / "disk"))
+    (tmp_path / "disk").mkdir()
+    training = Training(tmp_path)
+    with sapwood.Checkpointer(
+        training.run, tmp_path / "ckpts", tiers="auto", every=2, **SETTINGS
+    ) as c:
+        kinds = [spec.kind for spec in c.specs]
+        training.steps(2)
+        state = training.state()
+        training.steps(3)
+        loaded = c.restore_latest()
+        assert loaded is not None
+        assert same(training.state(), state)
+    training.close()
+    assert kinds in (["memory", "local", "external"], ["memory", "external"])
+    if "local" in kinds:  # else the test's folder itself is not on a disk
+        assert loaded.tiers == ("local",)

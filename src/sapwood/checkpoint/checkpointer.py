@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sapwood.buffers import Arena
 from sapwood.checkpoint.apply import apply
 from sapwood.checkpoint.auto import ModeChoice, StepClock
 from sapwood.checkpoint.capture import OWNER, Capture, make_capture
+from sapwood.checkpoint.choose import choose_tiers
 from sapwood.checkpoint.commit import Commit
 from sapwood.checkpoint.contents import Contents, collect
 from sapwood.checkpoint.engine import Durable, Engine, Failed, Freed, Job, Progress, start_engine
@@ -30,7 +31,7 @@ from sapwood.checkpoint.retention import Policy, last
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.checkpoint.staging import Staging
-from sapwood.errors import CheckpointError
+from sapwood.errors import CheckpointError, ConfigError
 from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.settings import UNSET, resolve
@@ -45,6 +46,8 @@ __all__ = ["Checkpointer"]
 log = logging.getLogger(__name__)
 _ARENAS = 2
 _COMMIT_PATIENCE = 10.0
+# How much a node's disk must hold for tiers="auto": weights and two states of Adam, four times.
+_OPTIMIZER_STATES, _LOCAL_CHECKPOINTS = 3, 4
 _SHARED = ("external", "s3")
 
 
@@ -55,7 +58,8 @@ class Checkpointer:
         run: the run.
         place: a folder, or ``s3://bucket/prefix``.
         tiers: where checkpoints go, cheapest first, such as ``("memory", "local:/scratch",
-            "partner", "parity:4+2", "external")``; by default memory and ``place``.
+            "partner", "parity:4+2", "external")``; by default memory and ``place``. With "auto" a
+            short test looks for a fast disk of the node.
         shared: what else to save, by name: anything with ``state_dict`` and ``load_state_dict``
             that is the same on every rank. Schedulers of the run are saved anyway.
         own: the same for what differs from rank to rank, such as a reader's position in the data.
@@ -75,7 +79,7 @@ class Checkpointer:
         run: RunHandle,
         place: str | Path = "ckpts",
         *,
-        tiers: Sequence[str | TierSpec] | None = None,
+        tiers: Sequence[str | TierSpec] | Literal["auto"] | None = None,
         shared: Mapping[str, Stateful] | None = None,
         own: Mapping[str, Stateful] | None = None,
         on_captured: Callable[[SaveReport], None] | None = None,
@@ -90,12 +94,14 @@ class Checkpointer:
         self.settings = resolve(CheckpointSettings, "checkpoint", given).value
         self.stats = CheckpointStats()
         self.metrics: dict[str, float] = {}
-        self.specs = tier_specs(place, tiers)
         self._run = run
+        self._nodes = find_nodes(run.group)
+        if isinstance(tiers, str):
+            tiers = self._choose(tiers, place)
+        self.specs = tier_specs(place, tiers)
         self._extras = Extras({**_schedulers(run), **(shared or {})}, own or {})
         self._on_captured, self._on_durable = on_captured, on_durable
         self._attempt = run.group.share_text("checkpoint attempt", secrets.token_hex(3))
-        self._nodes = find_nodes(run.group)
         self._schedule = Schedule(
             run.group,
             self.settings.every,
@@ -127,6 +133,15 @@ class Checkpointer:
         ]
         self._schedule.start(run.step_count)
         self._arm(run.step_count + 1)
+
+    def _choose(self, wanted: str, place: str | Path) -> Sequence[str]:
+        if wanted != "auto":
+            raise ConfigError(
+                f'tiers is {wanted!r}, expected "auto" or a list such as ["external"]'
+            )
+        size = sum(t.numel() * t.element_size() for t in self._run.tensors().values())
+        need = _OPTIMIZER_STATES * size * _LOCAL_CHECKPOINTS // len(self._nodes.nodes)
+        return choose_tiers(self._run.group, self._nodes, place, need)
 
     # -- saving ------------------------------------------------------------------------------
 
