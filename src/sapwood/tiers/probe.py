@@ -19,28 +19,16 @@ __all__ = ["Storage", "best_local", "look_at", "usual_places"]
 
 _VARIABLES = ("SAPWOOD_LOCAL", "SLURM_TMPDIR", "LOCAL_SCRATCH", "JOB_TMPDIR", "PBS_JOBFS", "TMPDIR")
 _FOLDERS = ("/local_scratch", "/localscratch", "/scratch/local", "/mnt/nvme", "/nvme")
-_NETWORK = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "smb3",
-        "9p",
-        "afs",
-        "panfs",
-        "wekafs",
-        "virtiofs",
-        "fuse.sshfs",
-        "fuse.s3fs",
-        "fuse.goofys",
-        "fuse.juicefs",
-        "fuse.glusterfs",
-    ]
-)
+_NETWORK = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs"} | {
+    "panfs",
+    "wekafs",
+    "virtiofs",
+    "fuse.sshfs",
+    "fuse.s3fs",
+    "fuse.goofys",
+    "fuse.juicefs",
+    "fuse.glusterfs",
+}
 _MEMORY = {"tmpfs", "ramfs"}
 _BLOCK = 4 * 2**20
 _CLEARLY_FASTER = 1.5
