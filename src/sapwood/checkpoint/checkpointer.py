@@ -157,12 +157,14 @@ class Checkpointer:
         self._check_open()
         step = self._run.step_count
         self.metrics.update(metrics or {})
+        self._disarm()
         capture = self._begin_within(step, self.settings.drain_timeout)
         if capture is None:
             raise CheckpointError(
                 f"earlier checkpoints were not written in {self.settings.drain_timeout:g} s"
             )
         self._end(capture, step)
+        self._arm(step + 1)
         report = self.stats.of(CheckpointId(step, self._attempt))
         assert report is not None
         return report
@@ -217,8 +219,8 @@ class Checkpointer:
         assert self._contents is not None
         if not self._contents.current():
             # Tensors were replaced or appeared (an optimizer's state in its first step).
-            capture.abandon()
-            self._free.add(capture.staging.number)
+            self._capture = capture
+            self._disarm()
             fresh = self._begin(step, "sharded")
             if fresh is None:
                 return
@@ -247,6 +249,14 @@ class Checkpointer:
         if self._schedule.due == step:
             self._capture_step = step
             self._capture = self._begin(step, self._mode())
+
+    def _disarm(self) -> None:
+        """Give the staging memory back that waits for a step to come."""
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.abandon()
+            with self._lock:
+                self._free.add(capture.staging.number)
 
     def _mode(self) -> str:
         mode = self.settings.mode
@@ -416,7 +426,7 @@ class Checkpointer:
             for note in (*self._extras.restore(loaded.common, loaded.mine), *loaded.skipped):
                 log.warning("while restoring %s: %s", loaded.id, note)
         run.resume_at(loaded.id.step)
-        self._capture = None
+        self._disarm()
         self._schedule.start(run.step_count)
         self._arm(run.step_count + 1)
         return loaded
