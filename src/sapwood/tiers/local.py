@@ -15,10 +15,10 @@ from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.base import Stored
-from sapwood.tiers.files import Files
+from sapwood.tiers.files import Files, draft_of
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 
-__all__ = ["LocalTier", "ShardFile"]
+__all__ = ["LocalTier", "ShardFile", "ranks_in", "read_exactly", "record_name"]
 
 _RECORD = re.compile(r"shard-(\d+)\.json")
 
@@ -35,14 +35,17 @@ class LocalTier:
     def put(self, record: ShardRecord, data: Any) -> None:
         """Write the data file, then the record, each whole or not at all."""
         home = self.folder / record.id.folder
-        draft = home / f".shard-{record.rank}.bin.draft-{os.getpid()}"
+        data_file, record_file = home / f"shard-{record.rank}.bin", home / record_name(record.rank)
+        draft = draft_of(data_file, "put")
         try:
             self._files.make_folder(home)
             with self._files.create(draft) as writer:
                 writer.write_at(0, data)
                 writer.sync()
-            self._files.publish(draft, home / f"shard-{record.rank}.bin")
-            self._files.write_whole(home / f"shard-{record.rank}.json", record.encode())
+            self._files.publish(draft, data_file)
+            # Names need not reach the device in the order they were given: data first, for sure.
+            self._files.sync_folder(home)
+            self._files.write_whole(record_file, record.encode(), writer="put")
         except OSError as error:
             with suppress(OSError):
                 draft.unlink()
@@ -54,21 +57,21 @@ class LocalTier:
         for home in self._homes():
             id = CheckpointId.parse(home.name)
             if id is not None:
-                found += [Stored(id, rank) for rank in _ranks(home)]
+                found += [Stored(id, rank) for rank in ranks_in(home)]
         return sorted(found)
 
     def open(self, stored: Stored) -> ShardFile:
         """Open a shard's data file and read its record."""
         home = self.folder / stored.id.folder
-        return ShardFile(home / f"shard-{stored.rank}.json", home / f"shard-{stored.rank}.bin")
+        return ShardFile(home / record_name(stored.rank), home / f"shard-{stored.rank}.bin")
 
     def drop(self, id: CheckpointId) -> None:
         """Take the records away first: a crash on the way leaves no shard that seems whole."""
         home = self.folder / id.folder
         try:
-            for rank in _ranks(home):
-                self._files.remove(home / f"shard-{rank}.json")
-            if home.is_dir():
+            for rank in ranks_in(home):
+                self._files.remove(home / record_name(rank))
+            with suppress(FileNotFoundError):
                 self._files.sync_folder(home)
             self._files.remove_tree(home)
         except OSError as error:
@@ -111,18 +114,7 @@ class ShardFile:
 
     def read_into(self, part: Range, out: Any) -> None:
         """Read a range."""
-        memory = memoryview(out).cast("B")
-        offset = part.at
-        while memory:
-            try:
-                count = os.preadv(self._fd, [memory], offset)
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot read {self._path}: {error.strerror or error}"
-                ) from error
-            if not count:
-                raise CheckpointError(f"{self._path} is truncated: it ends at byte {offset}")
-            memory, offset = memory[count:], offset + count
+        read_exactly(self._fd, self._path, part.at, out)
 
     def close(self) -> None:
         """Close the data file."""
@@ -131,7 +123,30 @@ class ShardFile:
             self._fd = -1
 
 
-def _ranks(home: Path) -> list[int]:
+def read_exactly(fd: int, path: Path, offset: int, out: Any) -> None:
+    """Fill ``out`` from a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or ends before.
+    """
+    memory = memoryview(out).cast("B")
+    while memory:
+        try:
+            count = os.preadv(fd, [memory], offset)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        if not count:
+            raise CheckpointError(f"{path} is truncated: it ends at byte {offset}")
+        memory, offset = memory[count:], offset + count
+
+
+def record_name(rank: int) -> str:
+    """The file of a shard's record."""
+    return f"shard-{rank}.json"
+
+
+def ranks_in(home: Path) -> list[int]:
+    """The ranks whose record is in a folder."""
     try:
         names = [entry.name for entry in home.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sapwood.errors import ConfigError
 from sapwood.tiers.base import Tier
+from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.memory import MemoryTier
 from sapwood.tiers.spec import NodeMap, TierSpec
@@ -25,5 +26,5 @@ def _make(spec: TierSpec, nodes: NodeMap) -> Tier:
     if spec.kind == "local":
         return LocalTier(Path(spec.place) / nodes.node)
     if spec.kind == "external":
-        return LocalTier(Path(spec.place), name="external")
+        return ExternalTier(Path(spec.place))
     raise ConfigError(f"tier {spec.kind!r} is not available yet")
