@@ -61,7 +61,7 @@ class ExternalTier:
         def work() -> None:
             if not self._has(record, content):
                 self._write(record, data, content)
-            self._finish(record.id, writer=str(record.rank))
+            self._finish(record.id, str(record.rank), record)
 
         self._guarded(f"write checkpoint {record.id} in", work)
 
@@ -127,10 +127,10 @@ class ExternalTier:
         self._guarded("clear up", self._sweep)
         return done
 
-    def _finish(self, id: CheckpointId, writer: str) -> bool:
+    def _finish(self, id: CheckpointId, writer: str, known: ShardRecord | None = None) -> bool:
         partial, final = self._partial(id), self._final(id)
         try:
-            manifest = self._manifest(partial)
+            manifest = self._manifest(partial, known)
             if manifest is not None:
                 self._files.write_whole(partial / MANIFEST, manifest.encode(), writer=writer)
                 self._files.publish(partial, final)
@@ -144,15 +144,17 @@ class ExternalTier:
         self._files.sync_folder(self.folder)
         return True
 
-    def _manifest(self, partial: Path) -> Manifest | None:
-        """The manifest, if the record of every rank is there."""
-        ranks = ranks_in(partial)
+    def _manifest(self, home: Path, known: ShardRecord | None) -> Manifest | None:
+        """The manifest, if the record of every rank is there; ``known`` is one of them."""
+        ranks = ranks_in(home)
         if not ranks:
             return None
-        first = (partial / record_name(ranks[0])).read_bytes()
-        if len(ranks) < ShardRecord.decode(first, str(partial)).world:
+        if known is None:
+            path = home / record_name(ranks[0])
+            known = ShardRecord.decode(path.read_bytes(), str(path))
+        if len(ranks) < known.world:
             return None
-        return join({r: (partial / record_name(r)).read_bytes() for r in ranks}, str(partial))
+        return join({r: (home / record_name(r)).read_bytes() for r in ranks}, known, str(home))
 
     # -- reading -----------------------------------------------------------------------------
 

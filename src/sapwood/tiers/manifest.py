@@ -59,37 +59,39 @@ class Manifest:
             raise CheckpointError(f"{what} is not a checkpoint's manifest: {error!r}") from error
 
 
-def join(contents: Mapping[int, bytes], what: str) -> Manifest:
+def join(contents: Mapping[int, bytes], first: ShardRecord, what: str) -> Manifest:
     """The manifest of the records of all ranks, given as they are on disk.
 
-    It follows from the records alone: whoever makes it makes the same.
+    It follows from the records alone: whoever makes it makes the same. ``first`` is any of them;
+    the others are only compared with it, as decoding the tensors of all would take long.
 
     Raises:
         CheckpointError: a record is damaged, or they do not belong together; it names the ranks.
     """
-    records = {
-        rank: ShardRecord.decode(content, f"the record of rank {rank} in {what}")
-        for rank, content in sorted(contents.items())
-    }
-    first = records[min(records)]
-    others = [r for r, record in records.items() if not _agree(record, first)]
-    if others or list(records) != list(range(first.world)):
+    id, catalog = first.id, first.catalog.to_json()
+    expected = dict(step=id.step, attempt=id.attempt, world=first.world, catalog=catalog)
+    created, others = [first.created], []
+    for rank, content in sorted(contents.items()):
+        body = unseal(content, f"the record of rank {rank} in {what}")
+        if rank == first.rank:
+            continue
+        facts = json.loads(body)
+        created.append(facts["created"])
+        if any(facts[key] != value for key, value in {**expected, "rank": rank}.items()):
+            others.append(rank)
+    if others or sorted(contents) != list(range(first.world)):
         raise CheckpointError(
-            f"the shards in {what} are not of one checkpoint: ranks {others or list(records)} have "
-            f"other tensors or another number of ranks than rank {first.rank}, which says "
+            f"the shards in {what} are not of one checkpoint: ranks {others or sorted(contents)} "
+            f"have other tensors or another number of ranks than rank {first.rank}, which says "
             f"{first.world} ranks; all ranks of a run must save the same model"
         )
     return Manifest(
         id=first.id,
         world=first.world,
-        created=max(record.created for record in records.values()),
+        created=max(created),
         files={each.filename: each.size for each in first.catalog.layouts.values()},
-        records=tuple(digest(contents[rank]) for rank in records),
+        records=tuple(digest(content) for _, content in sorted(contents.items())),
     )
-
-
-def _agree(one: ShardRecord, other: ShardRecord) -> bool:
-    return (one.id, one.world, one.catalog) == (other.id, other.world, other.catalog)
 
 
 def _decoded(body: Mapping[str, Any]) -> Manifest:
