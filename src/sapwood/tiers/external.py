@@ -26,7 +26,7 @@ from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.assembly import AssembledShard, check_header, write_pieces
 from sapwood.tiers.base import Stored
 from sapwood.tiers.digest import matches
-from sapwood.tiers.files import Files, draft_of
+from sapwood.tiers.files import Files
 from sapwood.tiers.local import ranks_in, record_name
 from sapwood.tiers.manifest import MANIFEST, Manifest, join
 from sapwood.tiers.record import CheckpointId, ShardRecord
@@ -138,9 +138,10 @@ class ExternalTier:
                 return False
         except FileNotFoundError:
             if not final.is_dir():
-                raise
-            # Somebody else was faster; our draft of the manifest went along with the folder.
-            self._files.remove(draft_of(final / MANIFEST, writer))
+                raise  # else somebody was faster
+        # Drafts of those who were slower, or died, went along; nobody can use them any more.
+        for draft in final.glob(".*.draft-*"):
+            self._files.remove(draft)
         self._files.sync_folder(self.folder)
         return True
 

@@ -69,7 +69,7 @@ def join(contents: Mapping[int, bytes], first: ShardRecord, what: str) -> Manife
         CheckpointError: a record is damaged, or they do not belong together; it names the ranks.
     """
     id, catalog = first.id, first.catalog.to_json()
-    expected = dict(step=id.step, attempt=id.attempt, world=first.world, catalog=catalog)
+    expected = {"step": id.step, "attempt": id.attempt, "world": first.world, "catalog": catalog}
     created, others = [first.created], []
     for rank, content in sorted(contents.items()):
         body = unseal(content, f"the record of rank {rank} in {what}")
