@@ -178,24 +178,40 @@ def vars_of(record: ShardRecord) -> dict[str, object]:
 
 
 def test_ranks_with_other_tensors_are_named(folder: Path) -> None:
-    tier = ExternalTier(folder)
+    tier = ExternalTier(folder / "shared")
     files = {"model": {"a": ("F32", torch.ones(4))}}
     tier.put(*saved(3, 0, files))
     tier.put(*saved(3, 1, files))
-    with pytest.raises(TierError, match=r"ranks \[0, 1\] have other tensors .* than rank 2"):
-        tier.put(*saved(3, 2, {"model": {"b": ("F32", torch.ones(4))}}))
-    assert names(folder) == [f"{ID}.partial"]
-    with pytest.raises(TierError, match=r"ranks \[2\]"):
+    strange = saved(3, 2, {"model": {"b": ("F32", torch.ones(4))}})
+    with pytest.raises(TierError, match=r"ranks \[0\] have other tensors .* than rank 2"):
+        tier.put(*strange)
+    # The same, had all of them written at once, before any record was there to compare with.
+    ExternalTier(folder / "apart").put(*strange)
+    record = folder / "apart" / f"{ID}.partial" / "shard-2.json"
+    record.rename(folder / "shared" / f"{ID}.partial" / "shard-2.json")
+    with pytest.raises(TierError, match=r"ranks \[2\] have other tensors .* than rank 0"):
         tier.finish(ID)
+    with pytest.raises(TierError, match=r"ranks \[2\] have other tensors .* than rank 1"):
+        tier.put(*saved(3, 1, files))
     assert tier.finish_all() == []
+    assert names(folder / "shared") == [f"{ID}.partial"]
 
 
-def test_another_size_is_refused_before_anything_is_written(folder: Path) -> None:
+@pytest.mark.parametrize("large", [2**15 - 64, 2**15 + 64])
+def test_another_size_is_refused_before_anything_is_written(folder: Path, large: int) -> None:
     tier = ExternalTier(folder)
     tier.put(*shard(7, 0, 2))
     with pytest.raises(TierError, match="must save the same model"):
-        tier.put(*shard(7, 1, 2, large=2**15 + 64))
+        tier.put(*shard(7, 1, 2, large=large))
     contract.read_all(tier, Stored(ID, 0))
+
+
+def test_a_file_is_never_cut_short_for_others(folder: Path) -> None:
+    tier = ExternalTier(folder)
+    tier.put(*shard(7, 0, 2))
+    (folder / f"{ID}.partial" / "shard-0.json").unlink()  # as if it were still being written
+    with pytest.raises(TierError, match=r"need .* must save the same model"):
+        tier.put(*shard(7, 1, 2, large=2**15 - 64))
 
 
 def test_another_world_is_refused(folder: Path) -> None:

@@ -49,12 +49,12 @@ def write_pieces(files: Files, folder: Path, record: ShardRecord, data: Any) -> 
 
 def _lay_out(writer: FileWriter, layout: FileLayout, rank: int) -> None:
     size = writer.size
-    if size not in (0, layout.size):
+    if size > layout.size:
         raise TierError(
             f"{writer.path} has {size} bytes, but the tensors of rank {rank} need {layout.size}; "
             "all ranks of a run must save the same model"
         )
-    if size == 0:
+    if size < layout.size:  # new, or left by a crash with less than its size
         writer.resize(layout.size)
     if rank == 0:
         writer.write_at(0, layout.header)

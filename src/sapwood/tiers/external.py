@@ -28,7 +28,7 @@ from sapwood.tiers.base import Stored
 from sapwood.tiers.digest import matches
 from sapwood.tiers.files import Files
 from sapwood.tiers.local import ranks_in, record_name
-from sapwood.tiers.manifest import MANIFEST, Manifest, join
+from sapwood.tiers.manifest import MANIFEST, Manifest, check_agreement, join
 from sapwood.tiers.record import CheckpointId, ShardRecord
 
 __all__ = ["ExternalTier"]
@@ -60,7 +60,12 @@ class ExternalTier:
 
         def work() -> None:
             if not self._has(record, content):
-                self._write(record, data, content)
+                try:
+                    self._write(record, data, content)
+                except FileNotFoundError:
+                    # Published between our record and its sync? Then it is in there.
+                    if not self._has(record, content):
+                        raise
             self._finish(record.id, str(record.rank), record)
 
         self._guarded(f"write checkpoint {record.id} in", work)
@@ -92,6 +97,9 @@ class ExternalTier:
     def _write(self, record: ShardRecord, data: Any, content: bytes) -> None:
         home = self._partial(record.id)
         self._files.make_folder(home)
+        for rank in ranks_in(home)[:1]:
+            # Before our bytes go where, by another catalog, somebody else's are.
+            check_agreement({rank: (home / record_name(rank)).read_bytes()}, record, str(home))
         write_pieces(self._files, home, record, data)
         # Names need not reach the device in the order they were given: data first, for sure.
         self._files.sync_folder(home)

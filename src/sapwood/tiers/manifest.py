@@ -11,7 +11,7 @@ from sapwood.errors import CheckpointError
 from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal, unseal
 from sapwood.tiers.record import CheckpointId, ShardRecord
 
-__all__ = ["MANIFEST", "Manifest", "join"]
+__all__ = ["MANIFEST", "Manifest", "check_agreement", "join"]
 
 MANIFEST = "manifest.json"
 """The name of its file."""
@@ -62,8 +62,27 @@ class Manifest:
 def join(contents: Mapping[int, bytes], first: ShardRecord, what: str) -> Manifest:
     """The manifest of the records of all ranks, given as they are on disk.
 
-    It follows from the records alone: whoever makes it makes the same. ``first`` is any of them;
-    the others are only compared with it, as decoding the tensors of all would take long.
+    It follows from the records alone: whoever makes it makes the same. ``first`` is any of them.
+
+    Raises:
+        CheckpointError: a record is damaged, or they do not belong together; it names the ranks.
+    """
+    created = check_agreement(contents, first, what)
+    if sorted(contents) != list(range(first.world)):
+        raise CheckpointError(f"{what} has ranks {sorted(contents)} of {first.world}")
+    return Manifest(
+        id=first.id,
+        world=first.world,
+        created=created,
+        files={each.filename: each.size for each in first.catalog.layouts.values()},
+        records=tuple(digest(content) for _, content in sorted(contents.items())),
+    )
+
+
+def check_agreement(contents: Mapping[int, bytes], first: ShardRecord, what: str) -> float:
+    """See that records, given as they are on disk, belong to one checkpoint; when it was made.
+
+    They are only compared with ``first``: decoding the tensors of all ranks would take long.
 
     Raises:
         CheckpointError: a record is damaged, or they do not belong together; it names the ranks.
@@ -76,22 +95,16 @@ def join(contents: Mapping[int, bytes], first: ShardRecord, what: str) -> Manife
         if rank == first.rank:
             continue
         facts = json.loads(body)
-        created.append(facts["created"])
+        created.append(float(facts["created"]))
         if any(facts[key] != value for key, value in {**expected, "rank": rank}.items()):
             others.append(rank)
-    if others or sorted(contents) != list(range(first.world)):
+    if others:
         raise CheckpointError(
-            f"the shards in {what} are not of one checkpoint: ranks {others or sorted(contents)} "
-            f"have other tensors or another number of ranks than rank {first.rank}, which says "
-            f"{first.world} ranks; all ranks of a run must save the same model"
+            f"the shards in {what} are not of one checkpoint: ranks {others} have other tensors "
+            f"or another number of ranks than rank {first.rank}, which says {first.world} ranks; "
+            "all ranks of a run must save the same model"
         )
-    return Manifest(
-        id=first.id,
-        world=first.world,
-        created=max(created),
-        files={each.filename: each.size for each in first.catalog.layouts.values()},
-        records=tuple(digest(content) for _, content in sorted(contents.items())),
-    )
+    return max(created)
 
 
 def _decoded(body: Mapping[str, Any]) -> Manifest:
