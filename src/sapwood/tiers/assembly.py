@@ -13,11 +13,13 @@ from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
 from sapwood.state.catalog import FileLayout
+from sapwood.tiers.digest import matches
 from sapwood.tiers.files import Files, FileWriter
 from sapwood.tiers.local import read_exactly, record_name
+from sapwood.tiers.manifest import MANIFEST, Manifest
 from sapwood.tiers.record import Range, ShardRecord
 
-__all__ = ["AssembledShard", "check_header", "write_pieces"]
+__all__ = ["AssembledShard", "check_published", "write_pieces"]
 
 _SMALL = 64 * 1024
 """Neighbours in a file that are smaller than this are written in one system call."""
@@ -78,17 +80,30 @@ def _runs(record: ShardRecord, layout: FileLayout, memory: memoryview) -> Iterat
         yield begin, parts
 
 
-def check_header(path: Path, layout: FileLayout) -> None:
-    """See that an assembled file has its size and header.
+def check_published(home: Path) -> Manifest:
+    """See that a complete checkpoint is what its manifest says, but for the tensors' bytes.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: a file is missing, or a header, record or the manifest is damaged.
     """
     try:
-        with path.open("rb") as file:
-            size, header = os.fstat(file.fileno()).st_size, file.read(len(layout.header))
+        manifest = Manifest.decode((home / MANIFEST).read_bytes(), str(home / MANIFEST))
+        for rank, mark in enumerate(manifest.records):
+            path = home / record_name(rank)
+            content = path.read_bytes()
+            if not matches(content, mark, manifest.algorithm):
+                raise CheckpointError(f"{path} is not the one its manifest was made of")
+        layouts = ShardRecord.decode(content, str(path)).catalog.layouts
+        for layout in layouts.values():
+            _check_header(home / layout.filename, layout)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        raise CheckpointError(f"cannot read {home}: {error.strerror or error}") from error
+    return manifest
+
+
+def _check_header(path: Path, layout: FileLayout) -> None:
+    with path.open("rb") as file:
+        size, header = os.fstat(file.fileno()).st_size, file.read(len(layout.header))
     if size != layout.size or header != layout.header:
         raise CheckpointError(f"{path} is damaged: its header or size is not what was written")
 

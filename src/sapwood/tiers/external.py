@@ -18,14 +18,13 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sapwood.errors import CheckpointError, TierError
-from sapwood.tiers.assembly import AssembledShard, check_header, write_pieces
+from sapwood.tiers.assembly import AssembledShard, check_published, write_pieces
 from sapwood.tiers.base import Stored
-from sapwood.tiers.digest import matches
 from sapwood.tiers.files import Files
 from sapwood.tiers.local import ranks_in, record_name
 from sapwood.tiers.manifest import MANIFEST, Manifest, check_agreement, join
@@ -192,19 +191,7 @@ class ExternalTier:
         Raises:
             CheckpointError: a file is missing, or a header, record or the manifest is damaged.
         """
-        home = self._final(id)
-        try:
-            manifest = Manifest.decode((home / MANIFEST).read_bytes(), str(home / MANIFEST))
-            for rank, mark in enumerate(manifest.records):
-                path = home / record_name(rank)
-                if not matches(path.read_bytes(), mark, manifest.algorithm):
-                    raise CheckpointError(f"{path} is not the one its manifest was made of")
-        except OSError as error:
-            raise CheckpointError(f"cannot read {home}: {error.strerror or error}") from error
-        with closing(self.open(Stored(id, 0))) as shard:
-            for layout in shard.record.catalog.layouts.values():
-                check_header(home / layout.filename, layout)
-        return manifest
+        return check_published(self._final(id))
 
     # -- removing ----------------------------------------------------------------------------
 

@@ -110,6 +110,8 @@ def check_agreement(contents: Mapping[int, bytes], first: ShardRecord, what: str
 def _decoded(body: Mapping[str, Any]) -> Manifest:
     if body["format"] != FORMAT:
         raise ValueError(f"its format is {body['format']!r}, expected {FORMAT!r}")
+    if not body["records"] or len(body["records"]) != body["world"]:
+        raise ValueError(f"it has {len(body['records'])} records of {body['world']}")
     return Manifest(
         id=CheckpointId(int(body["step"]), str(body["attempt"])),
         world=int(body["world"]),
