@@ -17,6 +17,7 @@ from sapwood.tiers.base import Stored, Tier
 from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.files import Files
 from sapwood.tiers.local import LocalTier
+from sapwood.tiers.packed import PackedTier
 from sapwood.tiers.record import CheckpointId, ShardRecord
 from tests.tiers.contract import read_all
 from tests.tiers.shards import ATTEMPT, shard
@@ -25,6 +26,7 @@ OLD, NEW = CheckpointId(1, ATTEMPT), CheckpointId(2, ATTEMPT)
 WORLD = 2
 KINDS: dict[str, Callable[[Path, Files | None], Tier]] = {
     "local": lambda folder, files: LocalTier(folder, files=files),
+    "packed": lambda folder, files: PackedTier(folder, files=files),
     "external": lambda folder, files: ExternalTier(folder, files=files),
 }
 _SHARDS: dict[Stored, tuple[ShardRecord, np.ndarray]] = {}

@@ -17,6 +17,9 @@ class SaveReport:
     mode: str
     nbytes: int
     """Size of this rank's shard."""
+    created: float = 0.0
+    """Seconds since the epoch."""
+    metrics: dict[str, float] = field(default_factory=dict)
     preparation_seconds: float = 0.0
     """Copying into staging memory, on any thread."""
     blocking_seconds: float = 0.0

@@ -15,9 +15,10 @@ from sapwood.errors import CheckpointError, TierError
 from sapwood.state.catalog import FileLayout
 from sapwood.tiers.digest import matches
 from sapwood.tiers.files import Files, FileWriter
-from sapwood.tiers.local import read_exactly, record_name
+from sapwood.tiers.local import record_name
 from sapwood.tiers.manifest import MANIFEST, Manifest
 from sapwood.tiers.record import Range, ShardRecord
+from sapwood.tiers.shardfile import read_exactly
 
 __all__ = ["AssembledShard", "check_published", "write_pieces"]
 
