@@ -1,4 +1,8 @@
-"""Checksums of ranges: xxh3 where the xxhash package is installed, else blake2b."""
+"""Checksums: xxh3 where the xxhash package is installed, else blake2b.
+
+Small files that describe others carry a checksum of themselves in their last line (``seal``), so
+that a flipped bit in them is noticed as surely as one in the data.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 
 from sapwood.errors import CheckpointError
 
-__all__ = ["DEFAULT_ALGORITHM", "digest", "matches"]
+__all__ = ["DEFAULT_ALGORITHM", "digest", "matches", "seal", "unseal"]
 
 
 def _blake2b(data: Any) -> str:
@@ -44,3 +48,21 @@ def digest(data: Any, algorithm: str = DEFAULT_ALGORITHM) -> str:
 def matches(data: Any, expected: str, algorithm: str) -> bool:
     """Whether ``data`` has this checksum."""
     return digest(data, algorithm) == expected
+
+
+def seal(body: bytes, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
+    """``body`` with its checksum in a line after it."""
+    return body + f"\n{algorithm}:{digest(body, algorithm)}".encode()
+
+
+def unseal(content: bytes, what: str) -> bytes:
+    """The reverse of ``seal``; ``what`` names the content in errors.
+
+    Raises:
+        CheckpointError: it is truncated or was changed.
+    """
+    body, _, tail = content.rpartition(b"\n")
+    algorithm, _, mark = tail.decode("ascii", "replace").partition(":")
+    if not body or not mark or not matches(body, mark, algorithm):
+        raise CheckpointError(f"{what} is damaged: its own checksum does not match")
+    return body

@@ -6,18 +6,23 @@ between and after any two of them, or make one fail as a full disk does.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from sapwood.runtime import faults
 
-__all__ = ["FileWriter", "Files"]
+__all__ = ["FileWriter", "Files", "draft_of"]
 
 WRITE_BYTES = 16 * 2**20
 """One system call writes at most this much: long enough to be fast, short enough to be polite."""
+_PARTS = 1024
+"""The most parts one system call gathers."""
 
 
 class FileWriter:
@@ -40,6 +45,21 @@ class FileWriter:
             faults.point("files", op="write", path=self.path)
             written = os.pwrite(self._fd, memory[:WRITE_BYTES], offset)
             memory, offset = memory[written:], offset + written
+
+    def write_parts(self, offset: int, parts: Sequence[memoryview]) -> None:
+        """Write small parts one after the other, many in one system call."""
+        for first in range(0, len(parts), _PARTS):
+            batch = parts[first : first + _PARTS]
+            faults.point("files", op="write", path=self.path)
+            written, wanted = os.pwritev(self._fd, batch, offset), sum(map(len, batch))
+            if written < wanted:
+                self.write_at(offset + written, b"".join(batch)[written:])
+            offset += wanted
+
+    @property
+    def size(self) -> int:
+        """The file's size now."""
+        return os.fstat(self._fd).st_size
 
     def sync(self) -> None:
         """Return when the bytes are on the device."""
@@ -64,16 +84,37 @@ class FileWriter:
 class Files:
     """Operations that change a folder tree. They raise ``OSError``, as the system gives it."""
 
+    def __init__(self) -> None:
+        """Nothing is known of any folder yet."""
+        self._safe: set[Path] = set()
+
     def make_folder(self, path: Path) -> None:
-        """Make a folder, and those above it, such that they are still there after a crash."""
-        if path.is_dir():
-            return
-        if path.parent != path:
-            self.make_folder(path.parent)
+        """Make a folder, and those above it, such that they are still there after a crash.
+
+        A folder that exists is synced as well: whoever made it may not have come to that yet.
+        """
+        above = path.parent
+        if above != path and not (above in self._safe and above.is_dir()):
+            self._make_safe(above)
+        if not path.is_dir():
+            self.new_folder(path)
+        self.sync_folder(above)
+
+    def _make_safe(self, path: Path) -> None:
+        """Do it once for the folders above: they come before the first checkpoint and stay."""
+        try:
+            self.make_folder(path)
+        except OSError as error:
+            # A folder above that cannot be read or synced at all; then this one is not ours.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL) or not path.is_dir():
+                raise
+        self._safe.add(path)
+
+    def new_folder(self, path: Path) -> None:
+        """Make one folder; it is no error if it is there."""
         faults.point("files", op="make_folder", path=path)
         with suppress(FileExistsError):
             path.mkdir()
-        self.sync_folder(path.parent)
 
     def create(self, path: Path) -> FileWriter:
         """Make or empty a file that nobody reads yet."""
@@ -111,21 +152,37 @@ class Files:
         path.unlink(missing_ok=True)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder with all it holds; it is no error if it is not there."""
+        """Remove a folder with all it holds; it is no error if others remove it as well."""
         faults.point("files", op="remove_tree", path=path)
-        with suppress(FileNotFoundError):
-            shutil.rmtree(path)
+        shutil.rmtree(path, onerror=_unless_gone)
 
-    def write_whole(self, path: Path, content: bytes) -> None:
-        """Write a small file such that it is there whole or not at all, also after a crash."""
-        draft = path.with_name(f".{path.name}.draft-{os.getpid()}")
+    def write_whole(self, path: Path, content: bytes, *, writer: str | None = None) -> None:
+        """Write a small file such that it is there whole or not at all, also after a crash.
+
+        ``writer`` sets those apart who may write the same file at once, by default by process
+        number; whoever writes again under the same name clears up what a crash has left.
+        """
+        draft = draft_of(path, writer if writer is not None else str(os.getpid()))
         try:
-            with self.create(draft) as writer:
-                writer.write_at(0, content)
-                writer.sync()
+            with self.create(draft) as file:
+                file.write_at(0, content)
+                file.sync()
             self.publish(draft, path)
         except OSError:
             with suppress(OSError):
                 draft.unlink()
             raise
         self.sync_folder(path.parent)
+
+
+def draft_of(path: Path, writer: str) -> Path:
+    """The name under which ``writer`` prepares a file."""
+    return path.with_name(f".{path.name}.draft-{writer}")
+
+
+_Error = tuple[type[BaseException], BaseException, TracebackType]
+
+
+def _unless_gone(_: Callable[..., Any], __: str, error: _Error) -> None:
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]

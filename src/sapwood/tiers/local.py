@@ -6,7 +6,6 @@ captured, and ``shard-0.json``, its record. The record is written last: it makes
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,11 +14,11 @@ from typing import Any
 
 from sapwood.errors import TierError
 from sapwood.tiers.base import Stored, StoredShard
-from sapwood.tiers.files import Files
+from sapwood.tiers.files import Files, draft_of
 from sapwood.tiers.record import CheckpointId, ShardRecord
 from sapwood.tiers.shardfile import open_shard
 
-__all__ = ["LocalTier"]
+__all__ = ["LocalTier", "ranks_in", "record_name"]
 
 _RECORD = re.compile(r"shard-(\d+)\.json")
 
@@ -36,14 +35,17 @@ class LocalTier:
     def put(self, record: ShardRecord, data: Any) -> None:
         """Write the data file, then the record, each whole or not at all."""
         home = self.folder / record.id.folder
-        draft = home / f".shard-{record.rank}.bin.draft-{os.getpid()}"
+        data_file, record_file = home / f"shard-{record.rank}.bin", home / record_name(record.rank)
+        draft = draft_of(data_file, "put")
         try:
             self._files.make_folder(home)
             with self._files.create(draft) as writer:
                 writer.write_at(0, data)
                 writer.sync()
-            self._files.publish(draft, home / f"shard-{record.rank}.bin")
-            self._files.write_whole(home / f"shard-{record.rank}.json", record.encode())
+            self._files.publish(draft, data_file)
+            # Names need not reach the device in the order they were given: data first, for sure.
+            self._files.sync_folder(home)
+            self._files.write_whole(record_file, record.encode(), writer="put")
         except OSError as error:
             with suppress(OSError):
                 draft.unlink()
@@ -55,7 +57,7 @@ class LocalTier:
         for home in self._homes():
             id = CheckpointId.parse(home.name)
             if id is not None:
-                found += [Stored(id, rank) for rank in _ranks(home)]
+                found += [Stored(id, rank) for rank in ranks_in(home)]
         return sorted(found)
 
     def open(self, stored: Stored) -> StoredShard:
@@ -66,9 +68,9 @@ class LocalTier:
         """Take the records away first: a crash on the way leaves no shard that seems whole."""
         home = self.folder / id.folder
         try:
-            for rank in _ranks(home):
-                self._files.remove(home / f"shard-{rank}.json")
-            if home.is_dir():
+            for rank in ranks_in(home):
+                self._files.remove(home / record_name(rank))
+            with suppress(FileNotFoundError):
                 self._files.sync_folder(home)
             self._files.remove_tree(home)
         except OSError as error:
@@ -86,7 +88,13 @@ class LocalTier:
             raise TierError(f"cannot list {self.folder}: {error.strerror or error}") from error
 
 
-def _ranks(home: Path) -> list[int]:
+def record_name(rank: int) -> str:
+    """The file of a shard's record."""
+    return f"shard-{rank}.json"
+
+
+def ranks_in(home: Path) -> list[int]:
+    """The ranks whose record is in a folder."""
     try:
         names = [entry.name for entry in home.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sapwood.errors import ConfigError
 from sapwood.tiers.base import Tier
+from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.memory import MemoryTier
 from sapwood.tiers.packed import PackedTier
@@ -29,5 +30,5 @@ def _make(spec: TierSpec, nodes: NodeMap) -> Tier:
             return PackedTier(folder, incremental=spec.incremental, compress=spec.compress)
         return LocalTier(folder)
     if spec.kind == "external":
-        return LocalTier(Path(spec.place), name="external")
+        return ExternalTier(Path(spec.place))
     raise ConfigError(f"tier {spec.kind!r} is not available yet")

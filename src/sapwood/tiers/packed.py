@@ -9,7 +9,6 @@ block on a disk does not spread.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.base import read_range
-from sapwood.tiers.files import Files, FileWriter
-from sapwood.tiers.local import LocalTier
+from sapwood.tiers.files import Files, FileWriter, draft_of
+from sapwood.tiers.local import LocalTier, record_name
 from sapwood.tiers.record import Range, ShardRecord
 from sapwood.tiers.shardfile import PackedShard, Place, sealed, zstd_module
 
@@ -49,7 +48,7 @@ class PackedTier(LocalTier):
     def put(self, record: ShardRecord, data: Any) -> None:
         """Write what is new, link what is not, then the index, then the record."""
         home = self.folder / record.id.folder
-        draft = home / f".shard-{record.rank}.bin.draft-{os.getpid()}"
+        draft = draft_of(home / f"shard-{record.rank}.bin", "put")
         try:
             self._files.make_folder(home)
             places = self._reference(record, home)
@@ -57,8 +56,10 @@ class PackedTier(LocalTier):
                 places |= self._write(record, memoryview(data).cast("B"), places, writer)
                 writer.sync()
             self._files.publish(draft, home / f"shard-{record.rank}.bin")
-            self._files.write_whole(home / f"shard-{record.rank}.index", sealed(places))
-            self._files.write_whole(home / f"shard-{record.rank}.json", record.encode())
+            self._files.write_whole(
+                home / f"shard-{record.rank}.index", sealed(places), writer="put"
+            )
+            self._files.write_whole(home / record_name(record.rank), record.encode(), writer="put")
         except OSError as error:
             with suppress(OSError):
                 draft.unlink()

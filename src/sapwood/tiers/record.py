@@ -16,7 +16,7 @@ from typing import Any
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog
 from sapwood.state.shards import Piece, Shard
-from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, matches
+from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal, unseal
 
 __all__ = ["RANGE_BYTES", "CheckpointId", "Range", "ShardRecord", "describe"]
 
@@ -114,7 +114,7 @@ class ShardRecord:
             },
             separators=(",", ":"),
         ).encode()
-        return body + b"\n" + _seal(body, self.algorithm)
+        return seal(body, self.algorithm)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> ShardRecord:
@@ -123,10 +123,7 @@ class ShardRecord:
         Raises:
             CheckpointError: it is truncated, was changed, or is no record at all.
         """
-        body, _, tail = content.rpartition(b"\n")
-        algorithm, _, mark = tail.decode("ascii", "replace").partition(":")
-        if not body or not mark or not matches(body, mark, algorithm):
-            raise CheckpointError(f"{what} is damaged: its own checksum does not match")
+        body = unseal(content, what)
         try:
             return _decoded(json.loads(body))
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -162,10 +159,6 @@ def describe(
         created=created,
         extras=extras,
     )
-
-
-def _seal(body: bytes, algorithm: str) -> bytes:
-    return f"{algorithm}:{digest(body, algorithm)}".encode()
 
 
 def _cuts(nbytes: int, size: int) -> list[tuple[int, int]]:

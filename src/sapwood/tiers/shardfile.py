@@ -11,10 +11,18 @@ from typing import Any
 
 from sapwood.errors import CheckpointError, ConfigError
 from sapwood.tiers.base import StoredShard
-from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, matches
+from sapwood.tiers.digest import seal, unseal
 from sapwood.tiers.record import Range, ShardRecord
 
-__all__ = ["PackedShard", "Place", "ShardFile", "open_shard", "sealed", "zstd_module"]
+__all__ = [
+    "PackedShard",
+    "Place",
+    "ShardFile",
+    "open_shard",
+    "read_exactly",
+    "sealed",
+    "zstd_module",
+]
 
 
 def open_shard(home: Path, rank: int) -> StoredShard:
@@ -64,24 +72,30 @@ class ShardFile:
 
     def read_into(self, part: Range, out: Any) -> None:
         """Read a range."""
-        memory = memoryview(out).cast("B")
-        offset = part.at
-        while memory:
-            try:
-                count = os.preadv(self._fd, [memory], offset)
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot read {self._path}: {error.strerror or error}"
-                ) from error
-            if not count:
-                raise CheckpointError(f"{self._path} is truncated: it ends at byte {offset}")
-            memory, offset = memory[count:], offset + count
+        read_exactly(self._fd, self._path, part.at, out)
 
     def close(self) -> None:
         """Close the data file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def read_exactly(fd: int, path: Path, offset: int, out: Any) -> None:
+    """Fill ``out`` from a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or ends before.
+    """
+    memory = memoryview(out).cast("B")
+    while memory:
+        try:
+            count = os.preadv(fd, [memory], offset)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        if not count:
+            raise CheckpointError(f"{path} is truncated: it ends at byte {offset}")
+        memory, offset = memory[count:], offset + count
 
 
 class PackedShard:
@@ -131,14 +145,11 @@ def sealed(places: Mapping[int, Place]) -> bytes:
     """An index as a file's content, with a checksum of itself."""
     rows = [[at, p.file, p.offset, p.nbytes, p.codec] for at, p in sorted(places.items())]
     body = json.dumps(rows, separators=(",", ":")).encode()
-    return body + f"\n{DEFAULT_ALGORITHM}:{digest(body)}".encode()
+    return seal(body)
 
 
 def _unsealed(content: bytes, what: str) -> dict[int, Place]:
-    body, _, tail = content.rpartition(b"\n")
-    algorithm, _, mark = tail.decode("ascii", "replace").partition(":")
-    if not mark or not matches(body, mark, algorithm):
-        raise CheckpointError(f"{what} is damaged: its own checksum does not match")
+    body = unseal(content, what)
     return {at: Place(str(f), int(o), int(n), str(c)) for at, f, o, n, c in json.loads(body)}
 
 

@@ -1,0 +1,111 @@
+"""Old and new checkpoints in tiers made of files, and children that die at a chosen call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from sapwood.runtime import faults
+from sapwood.tiers.base import Stored, Tier
+from sapwood.tiers.external import ExternalTier
+from sapwood.tiers.files import Files
+from sapwood.tiers.local import LocalTier
+from sapwood.tiers.packed import PackedTier
+from sapwood.tiers.record import CheckpointId, ShardRecord
+from tests.tiers.contract import read_all
+from tests.tiers.shards import ATTEMPT, shard
+
+OLD, NEW = CheckpointId(1, ATTEMPT), CheckpointId(2, ATTEMPT)
+WORLD = 2
+KINDS: dict[str, Callable[[Path, Files | None], Tier]] = {
+    "local": lambda folder, files: LocalTier(folder, files=files),
+    "packed": lambda folder, files: PackedTier(folder, files=files),
+    "external": lambda folder, files: ExternalTier(folder, files=files),
+}
+_SHARDS: dict[Stored, tuple[ShardRecord, np.ndarray]] = {}
+
+
+def tier_in(kind: str, folder: Path, files: Files | None = None) -> Tier:
+    return KINDS[kind](folder, files)
+
+
+def given(id: CheckpointId, rank: int) -> tuple[ShardRecord, np.ndarray]:
+    """A shard's record and bytes, made once: they are the same each time."""
+    key = Stored(id, rank)
+    if key not in _SHARDS:
+        _SHARDS[key] = shard(id.step, rank, WORLD, large=2**14)
+    return _SHARDS[key]
+
+
+def ranks_of(id: CheckpointId) -> list[Stored]:
+    return [Stored(id, rank) for rank in range(WORLD)]
+
+
+def put_all(tier: Tier, id: CheckpointId, put: Callable[[Stored], object] | None = None) -> None:
+    """Put every rank's shard; ``put`` hears of each that is safe."""
+    for stored in ranks_of(id):
+        tier.put(*given(id, stored.rank))
+        if put is not None:
+            put(stored)
+
+
+def check(tier: Tier, promised: Iterable[Stored]) -> list[Stored]:
+    """All that was promised is there; all that is there is what was put, byte for byte."""
+    listed = list(tier.shards())
+    missing = set(promised) - set(listed)
+    assert not missing, f"lost: {missing}"
+    for stored in listed:
+        record, memory = given(stored.id, stored.rank)
+        with closing(tier.open(stored)) as found:
+            assert found.record == record
+        assert np.array_equal(read_all(tier, stored), memory)
+    if isinstance(tier, ExternalTier):
+        for id in {s.id for s in listed if (tier.folder / s.id.folder).is_dir()}:
+            tier.check(id)
+    return listed
+
+
+def drafts(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if ".draft" in path.name]
+
+
+def inside(folder: Path) -> Callable[..., bool]:
+    """Operations on a folder and what is in it, not those on the folders above it."""
+    return lambda path, **_: path == folder or folder in path.parents
+
+
+def dies(work: Callable[[Callable[[], None]], object], at: int, folder: Path) -> tuple[bool, int]:
+    """Run ``work`` in a child that is killed at its ``at``-th file operation in ``folder``.
+
+    Whether it was killed, and how often it called the function it is given before that.
+    """
+    read, write = os.pipe()
+    # A fork and no new interpreter: hundreds of children cost seconds, not minutes. The child does
+    # file operations only and never returns.
+    pid = os.fork()
+    if pid == 0:
+        _child(lambda: work(lambda: os.write(write, b".") and None), at, folder)
+    os.close(write)
+    with os.fdopen(read, "rb") as told:
+        count = len(told.read())
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status in (0, -signal.SIGKILL), f"the child failed with {status}"
+    return status != 0, count
+
+
+def _child(work: Callable[[], object], at: int, folder: Path) -> None:
+    try:
+        faults.arm("files", "kill", at=at, when=inside(folder))
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(1)
