@@ -19,7 +19,16 @@ from sapwood.checkpoint.apply import apply
 from sapwood.checkpoint.auto import ModeChoice, StepClock
 from sapwood.checkpoint.capture import Capture, make_capture
 from sapwood.checkpoint.contents import Contents, collect
-from sapwood.checkpoint.engine import Durable, Engine, Failed, Freed, Job, Progress, start_engine
+from sapwood.checkpoint.engine import (
+    Durable,
+    Engine,
+    Failed,
+    Freed,
+    Job,
+    Progress,
+    start_engine,
+    tiers_to_read,
+)
 from sapwood.checkpoint.extras import Extras, Stateful
 from sapwood.checkpoint.nodes import find_nodes
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
@@ -33,7 +42,6 @@ from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.settings import UNSET, resolve
 from sapwood.runtime.worker import Worker
 from sapwood.state.shards import ShardPlan, plan_shards
-from sapwood.tiers.make import make_tiers
 from sapwood.tiers.record import CheckpointId
 from sapwood.tiers.spec import TierSpec
 
@@ -103,7 +111,13 @@ class Checkpointer:
         self._closed = False
         self._worker = Worker("sapwood-capture")
         self._engine: Engine = start_engine(
-            specs=self.specs, nodes=self._nodes, settings=self.settings, listener=self._heard
+            specs=self.specs,
+            nodes=self._nodes,
+            settings=self.settings,
+            listener=self._heard,
+            rank=run.group.rank,
+            token=run.group.share_text("engine token", secrets.token_hex(16)),
+            log=run.folder / f"engine-{self._nodes.node}.log",
         )
         self._subscriptions = [
             run.events.subscribe(TensorUpdated, self._updated, name="checkpoint"),
@@ -332,7 +346,9 @@ class Checkpointer:
         run = self._run
         files = () if optimizer else ("model",)
         with run.trace.span("ckpt_restore"):
-            places = make_tiers(self.specs, self._nodes)
+            # Half of what ranks wait for each other: one node's stuck engine must not end the run.
+            timeout = min(self.settings.drain_timeout, run.group.timeout / 2)
+            places = tiers_to_read(self._engine, self.specs, self._nodes, timeout=timeout)
             try:
                 loaded = load_newest(run.group, places, step=step, files=files)
             finally:
