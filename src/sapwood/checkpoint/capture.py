@@ -8,6 +8,9 @@
 
 Whatever a step did not update (frozen parameters, a skipped step) and what forward will change
 (BatchNorm statistics) is copied when the step ends.
+
+A copy that fails never holds up an update and never raises where the model is updated: the capture
+ends like any other, with an error, and whoever began it must not hand its bytes over.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sapwood.checkpoint.staging import Batch, Staging
-from sapwood.events import Hold, TensorUpdated
+from sapwood.events import Hold, Marker, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.worker import Worker
 
@@ -38,6 +41,8 @@ class Capture:
     ) -> None:
         """``done`` is called once everything is copied, on whichever thread copied last."""
         self.staging = staging
+        self.error: Exception | None = None
+        """What went wrong, if something did: then the arena does not hold the step."""
         self.copy_seconds = 0.0
         """Time spent copying, on all threads: the paper's preparation."""
         self.blocking_seconds = 0.0
@@ -66,10 +71,15 @@ class Capture:
             del self._left[name]
         return mine
 
-    def _copy(self, batch: Batch) -> None:
-        faults.point("checkpoint.copy")
+    def _copy(self, batch: Batch, marker: Marker | None = None) -> None:
         start = time.perf_counter()
-        batch.copy()
+        try:
+            faults.point("checkpoint.copy", mode=self.mode)
+            if marker is not None:
+                marker.wait()
+            batch.copy()
+        except Exception as error:
+            self.error = self.error or error
         self.copy_seconds += time.perf_counter() - start
 
     def _copy_rest(self) -> None:
@@ -155,9 +165,7 @@ class _Held:
             if self._finished:
                 return
             try:
-                if self._marker is not None:
-                    self._marker.wait()
-                self._capture._copy(self._batch)
+                self._capture._copy(self._batch, self._marker)
             finally:
                 self._finish()
         self._capture.one_less()

@@ -6,10 +6,13 @@ and reported here as it becomes safe in one tier after the other.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ from sapwood.checkpoint.restore import Loaded, load_newest
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.checkpoint.staging import Staging
-from sapwood.errors import CheckpointError
+from sapwood.errors import CheckpointError, SapwoodError
 from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.settings import UNSET, resolve
@@ -108,6 +111,8 @@ class Checkpointer:
         self._capture: Capture | None = None
         self._capture_step = 0
         self._saved = 0
+        self._failure: Exception | None = None
+        self._stuck = False
         self._closed = False
         self._worker = Worker("sapwood-capture")
         self._engine: Engine = start_engine(
@@ -123,6 +128,9 @@ class Checkpointer:
             run.events.subscribe(TensorUpdated, self._updated, name="checkpoint"),
             run.events.subscribe(StepEnded, self._step_ended, name="checkpoint"),
         ]
+        # After the run's own, and so before it: whoever forgets to close loses nothing.
+        self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
+        atexit.register(self._at_exit)
         self._schedule.start(run.step_count)
         self._arm(run.step_count + 1)
 
@@ -134,7 +142,7 @@ class Checkpointer:
         Returns when the bytes are captured; ``wait`` waits until they are durable.
 
         Raises:
-            CheckpointError: no staging memory became free in time.
+            CheckpointError: no staging memory became free in time, or copying failed.
         """
         self._check_open()
         step = self._run.step_count
@@ -144,16 +152,20 @@ class Checkpointer:
                 f"earlier checkpoints were not written in {self.settings.drain_timeout:g} s"
             )
         self._end(capture, step)
+        self._raise_failure()
         report = self.stats.of(CheckpointId(step, self._attempt))
         assert report is not None
         return report
 
     def _updated(self, event: TensorUpdated) -> None:
-        if self._capture is not None and event.step == self._capture_step:
-            self._capture.updated(event)
+        capture = self._capture
+        if capture is not None and event.step == self._capture_step:
+            try:
+                capture.updated(event)
+            except Exception as error:
+                capture.error = capture.error or error
 
     def _step_ended(self, event: StepEnded) -> None:
-        self._worker.check()
         self._schedule.ended(event.step)
         capture, self._capture = self._capture, None
         self._measure(saved=capture is not None)
@@ -162,13 +174,23 @@ class Checkpointer:
         elif self._schedule.due == event.step:
             self._save_late(event.step)
         self._arm(event.step + 1)
+        self._worker.check()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise what went wrong since the last time, in the background or just now."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _save_late(self, step: int) -> None:
         """No staging memory was free when the step began: wait for some, but not for ever."""
-        capture = self._begin_within(step, self.settings.patience)
+        # Once is enough: a tier, or an engine, that is stuck must not slow every step down.
+        capture = self._begin_within(step, 0.0 if self._stuck else self.settings.patience)
         if capture is not None:
             self._finish(capture, step)
             return
+        self._stuck = True
         self.stats.skipped.append(step)
         log.warning(
             "step %d is not saved: earlier checkpoints have not been written for %g s; see the "
@@ -197,10 +219,10 @@ class Checkpointer:
         assert self._contents is not None
         if not self._contents.current():
             # Tensors were replaced or appeared (an optimizer's state in its first step).
-            capture.abandon()
-            self._free.add(capture.staging.number)
+            self._abandon(capture)
             fresh = self._begin(step, "sharded")
             if fresh is None:
+                self._save_late(step)
                 return
             capture = fresh
         self._schedule.saved(step, at_least=self._interval())
@@ -215,11 +237,20 @@ class Checkpointer:
         """The step's state is complete: take what is small at once, and let the capture end."""
         assert self._contents is not None
         start = time.perf_counter()
-        capture.extras = self._extras.take(
-            step, self._run.optimizer.param_groups, self._contents.plain
-        )
+        try:
+            capture.extras = self._extras.take(
+                step, self._run.optimizer.param_groups, self._contents.plain
+            )
+        except Exception:
+            self._abandon(capture)
+            raise
         capture.blocking_seconds += time.perf_counter() - start
         capture.ended()
+
+    def _abandon(self, capture: Capture) -> None:
+        """Its bytes are of no use: let held buckets go, and use its staging memory again."""
+        capture.abandon()
+        self._freed(capture.staging.number)
 
     def _arm(self, step: int) -> None:
         """Get ready to capture ``step``, if it is due."""
@@ -238,10 +269,13 @@ class Checkpointer:
             if not self._free:
                 return None
             number = self._free.pop()
-        assert self._contents is not None
+        contents, plan = self._contents, self._plan
+        assert contents is not None
+        assert plan is not None
         staging = next(s for s in self._stagings if s.number == number)
-        names = self._contents.by_parameter
-        return make_capture(mode, staging, names, lambda c: self._captured(c, step), self._worker)
+        # By the time it is complete, the run may have another plan.
+        done: Callable[[Capture], None] = lambda c: self._captured(c, step, plan)  # noqa: E731
+        return make_capture(mode, staging, contents.by_parameter, done, self._worker)
 
     def _follow(self) -> None:
         """Plan anew if the run's tensors are not those of the plan."""
@@ -277,37 +311,48 @@ class Checkpointer:
             self._engine.recall(number)
             arena.close()
 
-    def _captured(self, capture: Capture, step: int) -> None:
-        run = self._run
-        assert self._plan is not None
-        id = CheckpointId(step, self._attempt)
-        report = SaveReport(id=id, mode=capture.mode, nbytes=capture.staging.arena.nbytes)
+    def _captured(self, capture: Capture, step: int, plan: ShardPlan) -> None:
+        """Hand a complete capture over; called on any thread, so errors wait for the next step."""
+        try:
+            if capture.error is not None:
+                raise CheckpointError(
+                    f"step {step} is not saved, its tensors could not be copied: "
+                    f"{type(capture.error).__name__}: {capture.error}"
+                ) from capture.error
+            job = self._job(capture, step, plan)
+        except Exception as error:
+            self._failure = self._failure or error
+            self._freed(capture.staging.number)
+            return
+        report = SaveReport(id=job.id, mode=capture.mode, nbytes=capture.staging.arena.nbytes)
         report.preparation_seconds = capture.copy_seconds
         report.blocking_seconds = capture.blocking_seconds
         self.stats.saves.append(report)
         self._saved += 1
-        self._engine.submit(
-            Job(
-                id=id,
-                rank=run.group.rank,
-                arena=capture.staging.number,
-                plan=self._plan,
-                created=time.time(),
-                extras=capture.extras(),
-                tiers=tuple(s.kind for s in self.specs if (self._saved - 1) % s.every == 0),
-            )
+        try:
+            self._engine.submit(job)
+            if self._on_captured is not None:
+                self._on_captured(report)
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def _job(self, capture: Capture, step: int, plan: ShardPlan) -> Job:
+        return Job(
+            id=CheckpointId(step, self._attempt),
+            rank=self._run.group.rank,
+            arena=capture.staging.number,
+            plan=plan,
+            created=time.time(),
+            extras=capture.extras(),
+            tiers=tuple(s.kind for s in self.specs if self._saved % s.every == 0),
         )
-        if self._on_captured is not None:
-            self._on_captured(report)
 
     # -- what the engine says ----------------------------------------------------------------
 
     def _heard(self, progress: Progress) -> None:
         if isinstance(progress, Freed):
-            with self._lock:
-                if any(s.number == progress.arena for s in self._stagings):
-                    self._free.add(progress.arena)
-            self._give_up(progress.arena)
+            self._stuck = False
+            self._freed(progress.arena)
             return
         report = self.stats.of(progress.id)
         if report is None:
@@ -318,6 +363,12 @@ class Checkpointer:
                 report.failed[progress.tier] = progress.message
         elif isinstance(progress, Durable):
             report.durable[progress.tier] = progress.seconds
+
+    def _freed(self, number: int) -> None:
+        with self._lock:
+            if any(s.number == number for s in self._stagings):
+                self._free.add(number)
+        self._give_up(number)
 
     # -- restoring ---------------------------------------------------------------------------
 
@@ -360,7 +411,9 @@ class Checkpointer:
             for note in (*self._extras.restore(loaded.common, loaded.mine), *loaded.skipped):
                 log.warning("while restoring %s: %s", loaded.id, note)
         run.resume_at(loaded.id.step)
-        self._capture = None
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            self._abandon(capture)
         self._schedule.start(run.step_count)
         self._arm(run.step_count + 1)
         return loaded
@@ -383,6 +436,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._at_exit)
         for subscription in self._subscriptions:
             subscription.cancel()
         if self._capture is not None:
@@ -392,6 +446,8 @@ class Checkpointer:
         self._retire()
         for arena in self._retired.values():
             arena.close()
+        if self._failure is not None:
+            log.error("the last checkpoint was not saved: %s", self._failure)
 
     def __enter__(self) -> Checkpointer:
         """Close at the end of a ``with`` block."""
@@ -404,6 +460,15 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError("this Checkpointer is closed; make a new one")
+
+
+def _close_at_exit(method: weakref.WeakMethod[Any]) -> None:
+    close = method()
+    if close is not None:
+        try:
+            close()
+        except SapwoodError as error:
+            log.error("while closing at exit: %s", error)
 
 
 def _schedulers(run: RunHandle) -> dict[str, Stateful]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sapwood.tiers.base import Tier
 from sapwood.tiers.make import make_tiers
 from sapwood.tiers.spec import NodeMap, TierSpec
 
+logger = logging.getLogger(__name__)
 __all__ = [
     "Durable",
     "Engine",
@@ -78,7 +80,8 @@ def tiers_to_read(
     tiers = make_tiers(specs, nodes)
     if not isinstance(engine, NodeEngine):
         return tiers
-    engine.settle(timeout)
+    if not engine.settle(timeout):
+        logger.warning("the engine still has checkpoints on their way; the newest may be missed")
     return [
         engine.memory() if spec.kind == "memory" else t
         for spec, t in zip(specs, tiers, strict=True)

@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Any
 
@@ -31,9 +31,9 @@ from sapwood.tiers.record import CheckpointId
 __all__ = ["NodeEngine"]
 
 log = logging.getLogger(__name__)
-_COURTESY = 3.0
+_COURTESY, _COURTESY_LATER = 3.0, 0.5
 _ANSWER = 10.0
-_SEARCH_EVERY = 2.0
+_FIRST_SEARCH, _SEARCH_EVERY = 0.2, 2.0
 _END = 5.0
 
 
@@ -52,8 +52,9 @@ class NodeEngine:
         self._listener = listener
         self._numbers, self._attempts = count(), count()
         self._arenas: dict[int, Arena] = {}
-        self._busy: set[int] = set()
-        self._open: dict[Stored, set[str]] = {}
+        self._busy: dict[int, Link] = {}
+        self._open: dict[Stored, tuple[Link, set[str]]] = {}
+        self._telling = 0
         self._plan: tuple[int, ShardPlan] | None = None
         self._state = threading.Condition()
         self._connecting = threading.Lock()
@@ -86,20 +87,23 @@ class NodeEngine:
 
     def submit(self, job: Job) -> None:
         """Hand over a shard; whatever goes wrong is reported, not raised."""
-        shard = Stored(job.id, job.rank)
-        tiers = self._tiers.intersection(job.tiers)
-        with self._state:
-            self._busy.add(job.arena)
-            if tiers:
-                self._open[shard] = set(tiers)
+        shard, tiers = Stored(job.id, job.rank), self._tiers.intersection(job.tiers)
         try:
-            link = self._link or self._connect(courtesy=0.5)
+            link = self._link or self._connect(courtesy=_COURTESY_LATER)
+        except CheckpointError as error:
+            self._failed(shard, tiers, f"there is no engine to take it: {error}")
+            self._listen(Freed(arena=job.arena))
+            return
+        with self._state:
+            self._busy[job.arena] = link
+            if tiers:
+                self._open[shard] = (link, tiers)
+        try:
             link.wire.send(from_job(job, self._send_plan(link, job)))
         except CheckpointError as error:
-            if self._link is not None:  # its reader notices, and tells of everything under way
-                self._link.wire.shut()
-                return
-            self._settle({job.arena}, [shard], f"no engine took it: {error}")
+            link.wire.shut()  # its reader tells of whatever else is under way
+            # The engine has not got all of the message, so it will not read the arena.
+            self._settle([job.arena], [shard], f"the engine did not take it: {error}")
 
     def drop(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
         """Remove a checkpoint; if no engine is there to do it, it stays."""
@@ -108,7 +112,7 @@ class NodeEngine:
     def drain(self, timeout: float) -> bool:
         """Wait for this rank's own shards."""
         with self._state:
-            return self._state.wait_for(lambda: not self._open, timeout)
+            return self._state.wait_for(lambda: not self._open and not self._telling, timeout)
 
     def close(self, timeout: float) -> None:
         """Wait for this rank's shards, say goodbye, and see the engine off if it ends now."""
@@ -166,19 +170,21 @@ class NodeEngine:
     def _welcomed(self, link: Link) -> None:
         """Bring both sides to the same state; an engine that is new knows nothing of ours."""
         welcome = link.welcome
-        known = {Stored(to_id(row[:2]), row[2]) for row in welcome["open"]}
+        busy = set(welcome["busy"])
+        under_way = {Stored(to_id(row[:2]), row[2]) for row in welcome["open"]}
         with self._state:
             self._plan = None
-            freed = self._busy - set(welcome["busy"])
-            gone = [] if welcome["known"] else [s for s in self._open if s not in known]
-            for shard in self._open.keys() - known if welcome["known"] else ():
-                del self._open[shard]  # it ended while nobody listened
-            lent = [(n, a) for n, a in self._arenas.items() if n not in set(welcome["busy"])]
+            freed = [number for number in self._busy if number not in busy]
+            gone = [shard for shard in self._open if shard not in under_way]
+            self._busy.update(dict.fromkeys(self._busy.keys() & busy, link))
+            for shard in self._open.keys() & under_way:
+                self._open[shard] = (link, self._open[shard][1])
+            lent = [(n, a) for n, a in self._arenas.items() if n not in busy]
         for number, arena in lent:
             link.wire.send({"op": "lend", "arena": number}, [arena.fd])
         self._link = link
         link.start(self._heard, self._lost)
-        self._settle(freed, gone, "the engine that had it is gone")
+        self._settle(freed, gone, "the engine that had it was lost; it may be there nevertheless")
 
     def _order(self, message: Mapping[str, Any], arena: Arena | None = None) -> None:
         """Send what a new engine would be told anyway, or need not know."""
@@ -207,44 +213,62 @@ class NodeEngine:
 
     def _tell(self, progress: Progress) -> None:
         with self._state:
-            if isinstance(progress, Freed):
-                self._busy.discard(progress.arena)
-        try:
-            self._listener(progress)
-        except Exception:
-            log.exception("while hearing of %s", progress)
+            if isinstance(progress, Freed) and self._busy.pop(progress.arena, None) is None:
+                return
+        self._listen(progress)
         if isinstance(progress, Freed) or not getattr(progress, "final", True):
             return
         shard = Stored(progress.id, progress.rank)
         with self._state:
-            left = self._open.get(shard, set())
+            _, left = self._open.get(shard, (None, set()))
             left.discard(progress.tier)
             if not left:
                 self._open.pop(shard, None)
             self._state.notify_all()
 
-    def _settle(self, arenas: set[int], shards: list[Stored], why: str) -> None:
-        """Nobody will report on these any more."""
+    def _listen(self, progress: Progress) -> None:
+        try:
+            self._listener(progress)
+        except Exception:
+            log.exception("while hearing of %s", progress)
+
+    def _failed(self, shard: Stored, tiers: Iterable[str], why: str) -> None:
+        for name in sorted(tiers):
+            self._listen(Failed(id=shard.id, rank=shard.rank, tier=name, message=why, final=True))
+
+    def _settle(self, arenas: Iterable[int], shards: Iterable[Stored], why: str) -> None:
+        """Nobody will report on these any more; each is told once, whoever comes to it first."""
         with self._state:
-            left = [(shard, sorted(self._open.get(shard, ()))) for shard in shards]
+            freed = [n for n in arenas if n in self._busy]
+            left = [(s, self._open.pop(s)[1]) for s in shards if s in self._open]
+            for number in freed:
+                del self._busy[number]
+            self._telling += 1
         for shard, tiers in left:
-            for tier in tiers:
-                self._tell(Failed(id=shard.id, rank=shard.rank, tier=tier, message=why, final=True))
-        for number in sorted(arenas):
-            self._tell(Freed(arena=number))
+            self._failed(shard, tiers, why)
+        for number in freed:
+            self._listen(Freed(arena=number))
+        with self._state:
+            self._telling -= 1
+            self._state.notify_all()
 
     def _lost(self, link: Link, reason: str) -> None:
+        with self._state:
+            if self._link is link:
+                self._link = None
         if self._closed.is_set():
             return
-        self._link = None
         log.warning("lost the checkpoint engine of this node, process %d: %s", link.pid, reason)
-        while not link.dead(_SEARCH_EVERY):
+        pause = _FIRST_SEARCH
+        while not link.dead(pause):
             # It lives and may still read what it was given.
             if self._closed.is_set() or self._find_again():
                 break
+            pause = min(2 * pause, _SEARCH_EVERY)
         else:
             with self._state:
-                arenas, shards = set(self._busy), list(self._open)
+                arenas = [n for n, held in self._busy.items() if held is link]
+                shards = [s for s, (held, _) in self._open.items() if held is link]
             self._settle(arenas, shards, "the engine died before it was done with it")
         link.release()
 

@@ -102,7 +102,9 @@ class Server:
         session: Session | None = None
         clean = False
         try:
-            session = self._welcome(wire)
+            session = self._admit(wire)
+            busy, under_way = session.state()
+            wire.send({"op": "welcome", "busy": busy, "open": under_way})
             while not clean:
                 clean = serve_request(self, session, wire, *wire.receive())
         except Closed:
@@ -124,7 +126,8 @@ class Server:
         except WireError:
             return
 
-    def _welcome(self, wire: Wire) -> Session:
+    def _admit(self, wire: Wire) -> Session:
+        """The session of whoever says hello, if it may."""
         pid, uid = wire.peer
         if uid != os.getuid():
             raise WireError(f"process {pid} is of user {uid}, this engine of {os.getuid()}")
@@ -139,14 +142,11 @@ class Server:
         name = str(hello["session"])
         pipeline = self._pipeline(hello["config"])
         with self._lock:
-            known = name in self.sessions
             session = self.sessions.setdefault(name, Session(name, pipeline))
             if not session.attach(wire, int(hello["attempt"])):
                 raise WireError("a later connection of this rank is there already")
             session.pipeline = pipeline
             self._linger, self._died = float(hello["linger"]), False
-        busy, open_shards = session.state()
-        wire.send({"op": "welcome", "known": known, "busy": busy, "open": open_shards})
         log.info("process %d is here as session %s", pid, name)
         return session
 

@@ -6,6 +6,7 @@ sent is run or unpickled.
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import socket
@@ -26,6 +27,7 @@ MAX_FDS = 1
 _HEADER = struct.Struct("!4sHHI")  # magic, version, descriptors, length of the body
 _MAGIC = b"SWCE"
 _CREDENTIALS = struct.Struct("3i")
+_FD_SPACE = socket.CMSG_LEN(4 * MAX_FDS)
 _TIME = struct.Struct("ll")
 
 
@@ -138,8 +140,12 @@ class Wire:
     def _some(self, size: int, fds: list[int] | None) -> bytes:
         if fds is None:
             return self._sock.recv(size)  # the kernel drops descriptors nobody asked for
-        part, more, flags, _ = socket.recv_fds(self._sock, size, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-        fds += more
+        # Not ``socket.recv_fds``, which ignores the flag: a program the rank starts meanwhile must
+        # not inherit an arena.
+        part, extra, flags, _ = self._sock.recvmsg(size, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in extra:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds += array.array("i", content[: len(content) // 4 * 4])
         if flags & socket.MSG_CTRUNC or len(fds) > MAX_FDS:
             raise WireError("a message came with more descriptors than it may have")
         return part
