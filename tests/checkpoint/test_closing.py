@@ -54,8 +54,9 @@ if sys.argv[3] == "raise":
 """
 
 
-@pytest.mark.parametrize("end", ["leave", "raise"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "end"), [("sync", "leave"), ("node", "leave"), ("node", "raise")]
+)
 def test_a_script_that_just_ends_loses_nothing(tmp_path: Path, engine: str, end: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path), engine, end],
@@ -95,15 +96,13 @@ def test_a_copy_that_fails_is_told_and_nothing_false_is_saved(
             faults.inject("checkpoint.copy", "raise", at=at) as fault,
             pytest.raises(SubscriberError, match=r"step \d is not saved.*injected") as found,
         ):
-            while training.run.step_count < 6:
-                got.append(training.step())
+            training.steps(6)
         assert fault.seen >= at
         assert isinstance(found.value.__cause__, CheckpointError)
         raised_at = training.run.step_count
         assert raised_at in (3, 4)
-        got = got[: raised_at - 1]
         # It is told once, no arena is lost, and every later step is saved again.
-        training.steps(12)
+        assert training.steps(12) == losses[raised_at:]
         c.wait()
         saved = {s.id.step for s in c.stats.saves if s.durable.keys() == {"memory", "external"}}
         assert len(saved) == 11
@@ -111,7 +110,7 @@ def test_a_copy_that_fails_is_told_and_nothing_false_is_saved(
         c.restore(12)
         kept = training.state()
     training.close()
-    assert got == losses[: raised_at - 1]
+    assert got == losses[:2]
     again = Training(tmp_path)
     with sapwood.Checkpointer(again.run, tmp_path / "ckpts", engine="sync") as c:
         c.restore(12)

@@ -101,7 +101,8 @@ def test_all_ranks_are_killed_and_the_very_step_comes_back(
         ranks.spawn(go_on, 2, tmp_path, env=names)
     ):
         assert step == 3
-        assert tiers == ("memory",)
+        # What another node has in memory can only be had by sending; what is on a shared disk is read.
+        assert set(tiers) == ({"memory"} if nodes == 1 else {"memory", "external"})
         assert same(restored, torch.load(tmp_path / f"died-{number}.pt"))
         assert losses == expected[number][0][3:]
         assert same(end, expected[number][1])
@@ -153,10 +154,12 @@ def fail_at(folder: Path, step: int, first: str) -> str:
                 os._exit(3)
             training.step()
     except sapwood.SapwoodError as error:
-        name = type(error).__name__
-    for one in (training, c) if first == "run" else (c, training):
-        one.close()
-    return name
+        failure = error
+    if first == "checkpointer":
+        c.close()
+    training.run.close(failure)
+    c.close()
+    return type(failure).__name__
 
 
 @pytest.mark.parametrize("first", ["run", "checkpointer"])
@@ -172,12 +175,13 @@ def test_a_failed_group_closes_and_keeps_its_checkpoints(tmp_path: Path, first: 
 
 def never_close(folder: Path) -> int:
     training = Training(folder)
-    c = checkpointer(training, folder, every=1, mode="lazy")
+    c = checkpointer(training, folder, every=1, mode="sharded")
     training.steps(3)
-    return pid(c)
+    return pid(c)  # and the process ends without a word, not even at exit
 
 
 def test_a_process_that_never_closes_loses_nothing(tmp_path: Path) -> None:
-    engine = ranks.spawn(never_close, 2, tmp_path)[0]
-    see_end(engine, timeout=5)  # it was told goodbye: nothing lingers
+    env = {"SAPWOOD_LINGER": "0.2"}
+    engine = ranks.spawn(never_close, 2, tmp_path, env=env)[0]
+    see_end(engine)
     assert [step for step, *_ in ranks.spawn(go_on, 2, tmp_path)] == [3, 3]

@@ -43,6 +43,8 @@ class Capture:
         self.staging = staging
         self.error: Exception | None = None
         """What went wrong, if something did: then the arena does not hold the step."""
+        self.on_error: Callable[[Exception], None] = lambda error: None
+        """Told of it at once, before any update that waits for the copy goes on."""
         self.copy_seconds = 0.0
         """Time spent copying, on all threads: the paper's preparation."""
         self.blocking_seconds = 0.0
@@ -65,6 +67,12 @@ class Capture:
     def abandon(self) -> None:
         """Give up: the arena's content is worthless, and nobody is held up for it."""
 
+    def fail(self, error: Exception) -> None:
+        """The capture is spoilt; it still runs to its end."""
+        if self.error is None:
+            self.error = error
+            self.on_error(error)
+
     def _claim(self, names: Iterable[str]) -> list[str]:
         mine = [name for name in names if name in self._left]
         for name in mine:
@@ -79,7 +87,7 @@ class Capture:
                 marker.wait()
             batch.copy()
         except Exception as error:
-            self.error = self.error or error
+            self.fail(error)
         self.copy_seconds += time.perf_counter() - start
 
     def _copy_rest(self) -> None:

@@ -163,7 +163,7 @@ class Checkpointer:
             try:
                 capture.updated(event)
             except Exception as error:
-                capture.error = capture.error or error
+                capture.fail(error)
 
     def _step_ended(self, event: StepEnded) -> None:
         self._schedule.ended(event.step)
@@ -275,7 +275,17 @@ class Checkpointer:
         staging = next(s for s in self._stagings if s.number == number)
         # By the time it is complete, the run may have another plan.
         done: Callable[[Capture], None] = lambda c: self._captured(c, step, plan)  # noqa: E731
-        return make_capture(mode, staging, contents.by_parameter, done, self._worker)
+        capture = make_capture(mode, staging, contents.by_parameter, done, self._worker)
+        capture.on_error = lambda error: self._spoilt(step, error)
+        return capture
+
+    def _spoilt(self, step: int, cause: Exception) -> None:
+        error = CheckpointError(
+            f"step {step} is not saved, its tensors could not be copied: "
+            f"{type(cause).__name__}: {cause}"
+        )
+        error.__cause__ = cause
+        self._failure = self._failure or error
 
     def _follow(self) -> None:
         """Plan anew if the run's tensors are not those of the plan."""
@@ -313,15 +323,13 @@ class Checkpointer:
 
     def _captured(self, capture: Capture, step: int, plan: ShardPlan) -> None:
         """Hand a complete capture over; called on any thread, so errors wait for the next step."""
-        try:
-            if capture.error is not None:
-                raise CheckpointError(
-                    f"step {step} is not saved, its tensors could not be copied: "
-                    f"{type(capture.error).__name__}: {capture.error}"
-                ) from capture.error
-            job = self._job(capture, step, plan)
-        except Exception as error:
-            self._failure = self._failure or error
+        job: Job | None = None
+        if capture.error is None:
+            try:
+                job = self._job(capture, step, plan)
+            except Exception as error:
+                self._failure = self._failure or error
+        if job is None:
             self._freed(capture.staging.number)
             return
         report = SaveReport(id=job.id, mode=capture.mode, nbytes=capture.staging.arena.nbytes)
