@@ -8,6 +8,9 @@
 
 Whatever a step did not update (frozen parameters, a skipped step) and what forward will change
 (BatchNorm statistics) is copied when the step ends.
+
+A copy that fails never holds up an update and never raises where the model is updated: the capture
+ends like any other, with an error, and whoever began it must not hand its bytes over.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sapwood.checkpoint.staging import Batch, Staging
-from sapwood.events import Hold, TensorUpdated
+from sapwood.events import Hold, Marker, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.worker import Worker
 from sapwood.trace import OFF, Tracer
@@ -44,6 +47,10 @@ class Capture:
         """``done`` is called once everything is copied, on whichever thread copied last."""
         self.staging = staging
         self._trace = trace
+        self.error: Exception | None = None
+        """What went wrong, if something did: then the arena does not hold the step."""
+        self.on_error: Callable[[Exception], None] = lambda error: None
+        """Told of it at once, before any update that waits for the copy goes on."""
         self.copy_seconds = 0.0
         """Time spent copying, on all threads: the paper's preparation."""
         self.blocking_seconds = 0.0
@@ -67,16 +74,27 @@ class Capture:
     def abandon(self) -> None:
         """Give up: the arena's content is worthless, and nobody is held up for it."""
 
+    def fail(self, error: Exception) -> None:
+        """The capture is spoilt; it still runs to its end."""
+        if self.error is None:
+            self.error = error
+            self.on_error(error)
+
     def _claim(self, names: Iterable[str]) -> list[str]:
         mine = [name for name in names if name in self._left]
         for name in mine:
             del self._left[name]
         return mine
 
-    def _copy(self, batch: Batch) -> None:
-        faults.point("checkpoint.copy")
+    def _copy(self, batch: Batch, marker: Marker | None = None) -> None:
         start = time.perf_counter_ns()
-        batch.copy()
+        try:
+            faults.point("checkpoint.copy", mode=self.mode)
+            if marker is not None:
+                marker.wait()
+            batch.copy()
+        except Exception as error:
+            self.fail(error)
         end = time.perf_counter_ns()
         self.copy_seconds += (end - start) / 1e9
         self._trace.complete("ckpt_copy", start, end, lane="ckpt", bytes=batch.nbytes)
@@ -165,9 +183,7 @@ class _Held:
             if self._finished:
                 return
             try:
-                if self._marker is not None:
-                    self._marker.wait()
-                self._capture._copy(self._batch)
+                self._capture._copy(self._batch, self._marker)
             finally:
                 self._finish()
         self._capture.one_less()

@@ -6,10 +6,13 @@ and reported here as it becomes safe in one tier after the other.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +24,16 @@ from sapwood.checkpoint.capture import OWNER, Capture, make_capture
 from sapwood.checkpoint.choose import choose_tiers
 from sapwood.checkpoint.commit import Commit
 from sapwood.checkpoint.contents import Contents, collect
-from sapwood.checkpoint.engine import Durable, Engine, Failed, Freed, Job, Progress, start_engine
+from sapwood.checkpoint.engine import (
+    Durable,
+    Engine,
+    Failed,
+    Freed,
+    Job,
+    Progress,
+    start_engine,
+    tiers_to_read,
+)
 from sapwood.checkpoint.extras import Extras, Stateful
 from sapwood.checkpoint.keeper import Keeper
 from sapwood.checkpoint.nodes import find_nodes
@@ -31,7 +43,7 @@ from sapwood.checkpoint.retention import Policy, last
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.checkpoint.staging import Staging
-from sapwood.errors import CheckpointError, ConfigError
+from sapwood.errors import CheckpointError, ConfigError, SapwoodError
 from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.settings import UNSET, resolve
@@ -119,18 +131,29 @@ class Checkpointer:
         self._capture_step = 0
         self._saved = 0
         self._waited = 0.0
+        self._failure: Exception | None = None
+        self._stuck = False
         self._closed = False
         self._worker = Worker("sapwood-capture")
         leads = self._nodes.ranks[0] == run.group.rank
         self._commit = Commit(run.group, self._attempt, self._whole, watches=leads)
         self._keepers = self._make_keepers(retention) if leads else {}
         self._engine: Engine = start_engine(
-            specs=self.specs, nodes=self._nodes, settings=self.settings, listener=self._heard
+            specs=self.specs,
+            nodes=self._nodes,
+            settings=self.settings,
+            listener=self._heard,
+            rank=run.group.rank,
+            token=run.group.share_text("engine token", secrets.token_hex(16)),
+            log=run.folder / f"engine-{self._nodes.node}.log",
         )
         self._subscriptions = [
             run.events.subscribe(TensorUpdated, self._updated, name="checkpoint"),
             run.events.subscribe(StepEnded, self._step_ended, name="checkpoint"),
         ]
+        # After the run's own, and so before it: whoever forgets to close loses nothing.
+        self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
+        atexit.register(self._at_exit)
         self._schedule.start(run.step_count)
         self._arm(run.step_count + 1)
 
@@ -152,7 +175,7 @@ class Checkpointer:
         added to ``self.metrics`` first.
 
         Raises:
-            CheckpointError: no staging memory became free in time.
+            CheckpointError: no staging memory became free in time, or copying failed.
         """
         self._check_open()
         step = self._run.step_count
@@ -164,17 +187,21 @@ class Checkpointer:
                 f"earlier checkpoints were not written in {self.settings.drain_timeout:g} s"
             )
         self._end(capture, step)
+        self._raise_failure()
         self._arm(step + 1)
         report = self.stats.of(CheckpointId(step, self._attempt))
         assert report is not None
         return report
 
     def _updated(self, event: TensorUpdated) -> None:
-        if self._capture is not None and event.step == self._capture_step:
-            self._capture.updated(event)
+        capture = self._capture
+        if capture is not None and event.step == self._capture_step:
+            try:
+                capture.updated(event)
+            except Exception as error:
+                capture.fail(error)
 
     def _step_ended(self, event: StepEnded) -> None:
-        self._worker.check()
         capture, self._capture = self._capture, None
         self._measure(saved=capture is not None)
         if capture is not None and self._capture_step == event.step:
@@ -182,13 +209,23 @@ class Checkpointer:
         elif self._schedule.due == event.step:
             self._save_late(event.step)
         self._arm(event.step + 1)
+        self._worker.check()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise what went wrong since the last time, in the background or just now."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _save_late(self, step: int) -> None:
         """No staging memory was free when the step began: wait for some, but not for ever."""
-        capture = self._begin_within(step, self.settings.patience)
+        # Once is enough: a tier, or an engine, that is stuck must not slow every step down.
+        capture = self._begin_within(step, 0.0 if self._stuck else self.settings.patience)
         if capture is not None:
             self._finish(capture, step)
             return
+        self._stuck = True
         self.stats.skipped.append(step)
         log.warning(
             "step %d is not saved: earlier checkpoints have not been written for %g s; see the "
@@ -219,10 +256,10 @@ class Checkpointer:
         assert self._contents is not None
         if not self._contents.current():
             # Tensors were replaced or appeared (an optimizer's state in its first step).
-            self._capture = capture
-            self._disarm()
+            self._abandon(capture)
             fresh = self._begin(step, "sharded")
             if fresh is None:
+                self._save_late(step)
                 return
             capture = fresh
         self._schedule.saved(step, at_least=self._interval())
@@ -237,12 +274,21 @@ class Checkpointer:
         """The step's state is complete: take what is small at once, and let the capture end."""
         assert self._contents is not None
         start = time.perf_counter()
-        capture.metrics = dict(self.metrics)
-        capture.extras = self._extras.take(
-            step, self._run.optimizer.param_groups, self._contents.plain
-        )
+        try:
+            capture.metrics = dict(self.metrics)
+            capture.extras = self._extras.take(
+                step, self._run.optimizer.param_groups, self._contents.plain
+            )
+        except Exception:
+            self._abandon(capture)
+            raise
         capture.blocking_seconds += time.perf_counter() - start
         capture.ended()
+
+    def _abandon(self, capture: Capture) -> None:
+        """Its bytes are of no use: let held buckets go, and use its staging memory again."""
+        capture.abandon()
+        self._freed(capture.staging.number)
 
     def _arm(self, step: int) -> None:
         """Get ready to capture ``step``, if it is due."""
@@ -254,9 +300,7 @@ class Checkpointer:
         """Give the staging memory back that waits for a step to come."""
         capture, self._capture = self._capture, None
         if capture is not None:
-            capture.abandon()
-            with self._lock:
-                self._free.add(capture.staging.number)
+            self._abandon(capture)
 
     def _mode(self) -> str:
         mode = self.settings.mode
@@ -269,12 +313,24 @@ class Checkpointer:
             if not self._free:
                 return None
             number = self._free.pop()
-        assert self._contents is not None
+        contents, plan = self._contents, self._plan
+        assert contents is not None
+        assert plan is not None
         staging = next(s for s in self._stagings if s.number == number)
-        names = self._contents.by_parameter
-        return make_capture(
-            mode, staging, names, lambda c: self._captured(c, step), self._worker, self._run.trace
+        # By the time it is complete, the run may have another plan.
+        done: Callable[[Capture], None] = lambda c: self._captured(c, step, plan)  # noqa: E731
+        trace = self._run.trace
+        capture = make_capture(mode, staging, contents.by_parameter, done, self._worker, trace)
+        capture.on_error = lambda error: self._spoilt(step, error)
+        return capture
+
+    def _spoilt(self, step: int, cause: Exception) -> None:
+        error = CheckpointError(
+            f"step {step} is not saved, its tensors could not be copied: "
+            f"{type(cause).__name__}: {cause}"
         )
+        error.__cause__ = cause
+        self._failure = self._failure or error
 
     def _follow(self) -> None:
         """Plan anew if the run's tensors are not those of the plan."""
@@ -310,43 +366,52 @@ class Checkpointer:
             self._engine.recall(number)
             arena.close()
 
-    def _captured(self, capture: Capture, step: int) -> None:
-        run = self._run
-        assert self._plan is not None
-        id = CheckpointId(step, self._attempt)
+    def _captured(self, capture: Capture, step: int, plan: ShardPlan) -> None:
+        """Hand a complete capture over; called on any thread, so errors wait for the next step."""
+        job: Job | None = None
+        if capture.error is None:
+            try:
+                job = self._job(capture, step, plan)
+            except Exception as error:
+                self._failure = self._failure or error
+        if job is None:
+            self._freed(capture.staging.number)
+            return
         report = SaveReport(
-            id=id,
+            id=job.id,
             mode=capture.mode,
             nbytes=capture.staging.arena.nbytes,
-            created=time.time(),
+            created=job.created,
             metrics=capture.metrics,
         )
         report.preparation_seconds = capture.copy_seconds
         report.blocking_seconds = capture.blocking_seconds
         self.stats.saves.append(report)
         self._saved += 1
-        self._engine.submit(
-            Job(
-                id=id,
-                rank=run.group.rank,
-                arena=capture.staging.number,
-                plan=self._plan,
-                created=report.created,
-                extras={**capture.extras(), "metrics": report.metrics},
-                tiers=tuple(s.kind for s in self.specs if (self._saved - 1) % s.every == 0),
-            )
+        try:
+            self._engine.submit(job)
+            if self._on_captured is not None:
+                self._on_captured(report)
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def _job(self, capture: Capture, step: int, plan: ShardPlan) -> Job:
+        return Job(
+            id=CheckpointId(step, self._attempt),
+            rank=self._run.group.rank,
+            arena=capture.staging.number,
+            plan=plan,
+            created=time.time(),
+            extras={**capture.extras(), "metrics": capture.metrics},
+            tiers=tuple(s.kind for s in self.specs if self._saved % s.every == 0),
         )
-        if self._on_captured is not None:
-            self._on_captured(report)
 
     # -- what the engine says ----------------------------------------------------------------
 
     def _heard(self, progress: Progress) -> None:
         if isinstance(progress, Freed):
-            with self._lock:
-                if any(s.number == progress.arena for s in self._stagings):
-                    self._free.add(progress.arena)
-            self._give_up(progress.arena)
+            self._stuck = False
+            self._freed(progress.arena)
             return
         report = self.stats.of(progress.id)
         if report is None:
@@ -387,6 +452,12 @@ class Checkpointer:
             if tier.name != "memory" and (tier.name not in _SHARED or self._run.group.rank == 0)
         }
 
+    def _freed(self, number: int) -> None:
+        with self._lock:
+            if any(s.number == number for s in self._stagings):
+                self._free.add(number)
+        self._give_up(number)
+
     # -- restoring ---------------------------------------------------------------------------
 
     def restore_latest(self, *, optimizer: bool = True) -> Loaded | None:
@@ -414,7 +485,9 @@ class Checkpointer:
         run = self._run
         files = () if optimizer else ("model",)
         with run.trace.span("ckpt_restore"):
-            places = make_tiers(self.specs, self._nodes)
+            # Half of what ranks wait for each other: one node's stuck engine must not end the run.
+            timeout = min(self.settings.drain_timeout, run.group.timeout / 2)
+            places = tiers_to_read(self._engine, self.specs, self._nodes, timeout=timeout)
             try:
                 loaded = load_newest(run.group, places, step=step, files=files)
             finally:
@@ -449,6 +522,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._at_exit)
         for subscription in self._subscriptions:
             subscription.cancel()
         if self._capture is not None:
@@ -460,6 +534,8 @@ class Checkpointer:
         self._retire()
         for arena in self._retired.values():
             arena.close()
+        if self._failure is not None:
+            log.error("the last checkpoint was not saved: %s", self._failure)
 
     def __enter__(self) -> Checkpointer:
         """Close at the end of a ``with`` block."""
@@ -472,6 +548,15 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError("this Checkpointer is closed; make a new one")
+
+
+def _close_at_exit(method: weakref.WeakMethod[Any]) -> None:
+    close = method()
+    if close is not None:
+        try:
+            close()
+        except SapwoodError as error:
+            log.error("while closing at exit: %s", error)
 
 
 def _schedulers(run: RunHandle) -> dict[str, Stateful]:

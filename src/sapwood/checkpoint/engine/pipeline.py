@@ -3,7 +3,8 @@
 One thread makes checksums, one thread per tier writes. The staging memory of a shard is given back
 as soon as nobody needs it: tiers behind a node's own disk read the shard from there. A tier that
 fails is tried again after longer and longer pauses, reported, and at last given up for this shard;
-it never holds up another tier.
+it never holds up another tier. What nobody foresaw is logged with its traceback and reported like
+any other failure: a shard always comes to an end, and whoever submitted it hears of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sapwood.checkpoint.engine.base import Durable, Failed, Job, Listener
-from sapwood.errors import SapwoodError
+from sapwood.errors import CheckpointError, SapwoodError
 from sapwood.runtime import faults
 from sapwood.runtime.worker import Worker
 from sapwood.tiers.base import Stored, Tier, read_range
@@ -60,6 +61,7 @@ class _Load:
 
     job: Job
     lent: _Lent
+    tell: Listener
     submitted: float = field(default_factory=time.perf_counter)
     record: ShardRecord | None = None
     on_disk: Tier | None = None
@@ -70,7 +72,7 @@ class Pipeline:
     """The tiers of a node (in ``sync`` mode, of a rank) and the shards on their way there."""
 
     def __init__(self, tiers: Sequence[tuple[TierSpec, Tier]], tell: Listener) -> None:
-        """``tell`` hears of everything; it is called on the pipeline's threads."""
+        """``tell`` hears of shards without a listener of their own, on the pipeline's threads."""
         self.tiers = {tier.name: tier for _, tier in tiers}
         self._specs = {tier.name: spec for spec, tier in tiers}
         self._tell = tell
@@ -80,16 +82,22 @@ class Pipeline:
         self._checksums = Worker("sapwood-checksums")
         self._workers = {name: Worker(f"sapwood-tier-{name}") for name in self.tiers}
 
-    def submit(self, job: Job, data: Any, given_back: Callable[[], None]) -> None:
+    def submit(
+        self,
+        job: Job,
+        data: Any,
+        given_back: Callable[[], None],
+        tell: Listener | None = None,
+    ) -> None:
         """Carry a shard on; ``given_back`` is called when ``data`` is no longer needed."""
-        load = _Load(job=job, lent=_Lent(data, given_back))
+        load = _Load(job=job, lent=_Lent(data, given_back), tell=tell or self._tell)
         with self._idle:
             self._open += 1
         self._checksums.submit(lambda: self._describe(load))
 
     def drop(self, id: CheckpointId, tiers: Sequence[str]) -> None:
         """Remove a checkpoint from some tiers, after what is queued there."""
-        for name in tiers:
+        for name in self.tiers.keys() & set(tiers):
             self._workers[name].submit(lambda name=name: self._drop(name, id))  # type: ignore[misc]
 
     def drain(self, timeout: float) -> bool:
@@ -111,17 +119,22 @@ class Pipeline:
 
     def _describe(self, load: _Load) -> None:
         job = load.job
-        faults.point("engine.describe", step=job.id.step, rank=job.rank)
-        load.record = describe(
-            id=job.id,
-            world=len(job.plan.shards),
-            catalog=job.plan.catalog,
-            shard=job.plan.shards[job.rank],
-            data=load.lent.data,
-            created=job.created,
-            extras=job.extras,
-        )
-        self._next(load, [name for name in self.tiers if name in job.tiers])
+        names = [name for name in self.tiers if name in job.tiers]
+        try:
+            faults.point("engine.describe", step=job.id.step, rank=job.rank)
+            load.record = describe(
+                id=job.id,
+                world=len(job.plan.shards),
+                catalog=job.plan.catalog,
+                shard=job.plan.shards[job.rank],
+                data=load.lent.data,
+                created=job.created,
+                extras=job.extras,
+            )
+        except Exception as error:
+            self._give_up(load, names, error)
+            names = []
+        self._next(load, names)
 
     def _next(self, load: _Load, names: list[str]) -> None:
         """Go on with the first of the tiers left."""
@@ -131,6 +144,7 @@ class Pipeline:
         if names and not self._stop.is_set():
             self._workers[names[0]].submit(lambda: self._keep(load, names))
             return
+        self._give_up(load, names, CheckpointError("the engine ended before it came to this tier"))
         load.lent.release()
         with self._idle:
             self._open -= 1
@@ -139,20 +153,32 @@ class Pipeline:
     def _keep(self, load: _Load, names: list[str]) -> None:
         name = names[0]
         job, cpu = load.job, time.thread_time()
-        if self._try(load, name):
-            self._tell(
-                Durable(
-                    id=job.id,
-                    rank=job.rank,
-                    tier=name,
-                    nbytes=load.record.nbytes if load.record else 0,
-                    seconds=time.perf_counter() - load.submitted,
-                    cpu_seconds=time.thread_time() - cpu,
+        try:
+            if self._try(load, name):
+                load.tell(
+                    Durable(
+                        id=job.id,
+                        rank=job.rank,
+                        tier=name,
+                        nbytes=load.record.nbytes if load.record else 0,
+                        seconds=time.perf_counter() - load.submitted,
+                        cpu_seconds=time.thread_time() - cpu,
+                    )
                 )
-            )
-            if name == "local":
-                load.on_disk = self.tiers[name]
+                if name == "local":
+                    load.on_disk = self.tiers[name]
+        except Exception as error:
+            self._give_up(load, [name], error)
         self._next(load, names[1:])
+
+    def _give_up(self, load: _Load, names: Sequence[str], error: Exception) -> None:
+        """These tiers will not have the shard."""
+        job = load.job
+        text = str(error) if isinstance(error, SapwoodError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, SapwoodError):
+            log.error("checkpoint %s, rank %d, unforeseen:", job.id, job.rank, exc_info=error)
+        for name in names:
+            load.tell(Failed(id=job.id, rank=job.rank, tier=name, message=text, final=True))
 
     def _try(self, load: _Load, name: str) -> bool:
         """Put a shard, trying again as often as the tier's settings say."""
@@ -163,13 +189,11 @@ class Pipeline:
                 self._put(load, self.tiers[name])
                 return True
             except SapwoodError as error:
-                final = left == 0 or self._stop.is_set()
-                job = load.job
-                self._tell(
-                    Failed(id=job.id, rank=job.rank, tier=name, message=str(error), final=final)
-                )
-                if final:
+                if left == 0 or self._stop.is_set():
+                    self._give_up(load, [name], error)
                     return False
+                job, text = load.job, str(error)
+                load.tell(Failed(id=job.id, rank=job.rank, tier=name, message=text, final=False))
             self._stop.wait(pause)
             pause = min(pause * 2, _LAST_PAUSE)
         return False
@@ -197,5 +221,12 @@ class Pipeline:
     def _drop(self, name: str, id: CheckpointId) -> None:
         try:
             self.tiers[name].drop(id)
-        except SapwoodError as error:
-            log.warning("tier %s: checkpoint %s was not removed: %s", name, id, error)
+        except Exception as error:
+            known = isinstance(error, SapwoodError)
+            log.warning(
+                "tier %s: checkpoint %s was not removed: %s",
+                name,
+                id,
+                error,
+                exc_info=None if known else error,
+            )

@@ -1,0 +1,91 @@
+"""Where a node's engine is found: also by a training that starts again while it still lives.
+
+The socket is abstract, so nothing of it is left on disk whoever is killed. Its name follows from
+user, node and the places of the tiers: the same checkpoints have the same engine. The kernel tells
+each side the other's user; beyond that a rank must show the engine's token. Ranks of the group that
+started the engine have it from the group's store, and those of a later group from a file that only
+this user can read, which the engine keeps beside the checkpoints as long as it lives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sapwood.tiers.spec import NodeMap, TierSpec
+
+__all__ = ["Address", "find_address", "resolved"]
+
+_FOLDERS = ("local", "external")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """The name an engine listens at, and the file that holds its token."""
+
+    name: str
+    """Of the abstract socket, without the zero byte in front."""
+    token_file: Path
+
+    @property
+    def socket(self) -> str:
+        """As the kernel wants it."""
+        return "\0" + self.name
+
+    def read_token(self) -> str | None:
+        """The token of the engine that lives, or lived, here; only from a file that is ours."""
+        try:
+            fd = os.open(self.token_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        with os.fdopen(fd) as file:
+            facts = os.fstat(fd)
+            private = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+            return file.read(256).strip() if private else None
+
+    def write_token(self, token: str) -> None:
+        """Leave the token for a later group."""
+        self.token_file.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.token_file.with_name(f"{self.token_file.name}.{os.getpid()}")
+        with suppress(FileNotFoundError):
+            draft.unlink()
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(token)
+        draft.replace(self.token_file)
+
+    def remove_token(self) -> None:
+        """Take it away again, while the name is still taken: a later engine writes its own."""
+        with suppress(OSError):
+            self.token_file.unlink()
+
+
+def resolved(specs: Sequence[TierSpec]) -> tuple[TierSpec, ...]:
+    """The tiers with absolute folders: the engine has another current folder."""
+    return tuple(
+        replace(s, place=str(Path(s.place).resolve())) if s.kind in _FOLDERS and s.place else s
+        for s in specs
+    )
+
+
+def find_address(specs: Sequence[TierSpec], nodes: NodeMap) -> Address:
+    """The address of the engine of this node, for these (resolved) tiers."""
+    places = sorted((s.kind, s.place) for s in specs)
+    text = json.dumps([os.getuid(), nodes.node, places])
+    mark = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    return Address(
+        name=f"sapwood-engine-{os.getuid()}-{mark}", token_file=_home(specs) / f".engine-{mark}"
+    )
+
+
+def _home(specs: Sequence[TierSpec]) -> Path:
+    for spec in specs:
+        if spec.kind in _FOLDERS and spec.place:
+            return Path(spec.place)
+    return Path(tempfile.gettempdir()) / f"sapwood-{os.getuid()}"

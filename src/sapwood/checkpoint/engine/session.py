@@ -1,0 +1,161 @@
+"""One rank, as its node's engine sees it: the arenas it lent and the shards it handed over.
+
+A rank that is gone leaves its shards behind: its arenas are unmapped as soon as no tier needs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sapwood.buffers import Arena
+from sapwood.checkpoint.engine.base import Failed, Freed, Job, Progress
+from sapwood.checkpoint.engine.messages import from_progress
+from sapwood.checkpoint.engine.pipeline import Pipeline
+from sapwood.checkpoint.engine.wire import Wire, WireError
+from sapwood.state.shards import ShardPlan
+from sapwood.tiers.base import Stored
+
+__all__ = ["Session"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Lent:
+    """An arena, and the shard in it while some tier needs it."""
+
+    arena: Arena
+    shard: Stored | None = None
+    recalled: bool = False
+
+
+class Session:
+    """What the engine holds for one rank, from its first hello to its end, or its work's end."""
+
+    def __init__(self, name: str, pipeline: Pipeline) -> None:
+        """``name`` is drawn by the rank: by it, it is known again when a connection broke."""
+        self.name = name
+        self.pipeline = pipeline
+        self.attempt = -1
+        self.plans: dict[int, ShardPlan] = {}
+        self._wire: Wire | None = None
+        self._lent: dict[int, _Lent] = {}
+        self._open: dict[Stored, set[str]] = {}
+        self._lock = threading.RLock()
+
+    # -- coming and going --------------------------------------------------------------------
+
+    def attach(self, wire: Wire, attempt: int) -> bool:
+        """The rank is here; False if a later connection of the same rank is here already."""
+        with self._lock:
+            if attempt <= self.attempt:
+                return False
+            old, self._wire, self.attempt = self._wire, wire, attempt
+        if old is not None:
+            old.shut()
+        return True
+
+    def detach(self, wire: Wire) -> bool:
+        """The connection ended; True if it was the rank's last one."""
+        with self._lock:
+            if self._wire is not wire:
+                return False
+            self._wire = None
+            for number, lent in list(self._lent.items()):
+                self._forget(number, lent)
+        return True
+
+    @property
+    def attached(self) -> bool:
+        """Whether the rank is connected."""
+        return self._wire is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it is needed any more, once the rank is gone."""
+        with self._lock:
+            return not self._lent and not self._open
+
+    def state(self) -> tuple[list[int], list[list[int | str]]]:
+        """Arenas and shards still in use: what a rank that connects again must know."""
+        with self._lock:
+            busy = [number for number, lent in self._lent.items() if lent.shard is not None]
+            return busy, [[s.id.step, s.id.attempt, s.rank] for s in self._open]
+
+    # -- what the rank asks for --------------------------------------------------------------
+
+    def lend(self, number: int, arena: Arena) -> None:
+        """Read shards from this arena."""
+        with self._lock:
+            old = self._lent.get(number)
+            if old is not None and old.shard is not None:
+                arena.close()
+                raise ValueError(f"arena {number} is still in use")
+            self._lent[number] = _Lent(arena)
+        if old is not None:
+            old.arena.close()
+
+    def recall(self, number: int) -> None:
+        """Forget an arena, when it is free."""
+        with self._lock:
+            lent = self._lent.get(number)
+            if lent is not None:
+                lent.recalled = True
+                self._forget(number, lent)
+
+    def submit(self, job: Job) -> None:
+        """Carry a shard on."""
+        shard = Stored(job.id, job.rank)
+        with self._lock:
+            lent = self._lent[job.arena]
+            nbytes = job.plan.shards[job.rank].nbytes
+            if lent.shard is not None or lent.arena.nbytes < nbytes:
+                raise ValueError(f"arena {job.arena} is in use, or smaller than {nbytes} bytes")
+            lent.shard = shard
+            # Not those of other settings: nobody would ever report on them.
+            self._open[shard] = set(job.tiers) & self.pipeline.tiers.keys()
+            if not self._open[shard]:
+                del self._open[shard]
+        given_back: Callable[[], None] = lambda: self._given_back(job.arena, lent)  # noqa: E731
+        self.pipeline.submit(job, lent.arena.bytes, given_back, self.tell)
+
+    def arena_of(self, shard: Stored) -> Arena | None:
+        """The arena a shard is in, if it is in one of this rank's."""
+        with self._lock:
+            return next((x.arena for x in self._lent.values() if x.shard == shard), None)
+
+    # -- what it hears -----------------------------------------------------------------------
+
+    def tell(self, progress: Progress) -> None:
+        """Report to the rank, if it is there; called on the pipeline's threads."""
+        if not isinstance(progress, Freed) and getattr(progress, "final", True):
+            if isinstance(progress, Failed):
+                log.error("%s, tier %s: %s", progress.id, progress.tier, progress.message)
+            shard = Stored(progress.id, progress.rank)
+            with self._lock:
+                left = self._open.get(shard, set())
+                left.discard(progress.tier)
+                if not left:
+                    self._open.pop(shard, None)
+        wire = self._wire
+        if wire is not None:
+            try:
+                wire.send(from_progress(progress))
+            except WireError as error:
+                log.warning("rank of session %s: %s", self.name, error)
+                wire.shut()  # its reader notices
+
+    def _given_back(self, number: int, lent: _Lent) -> None:
+        with self._lock:
+            lent.shard = None
+            self._forget(number, lent)
+        self.tell(Freed(arena=number))
+
+    def _forget(self, number: int, lent: _Lent) -> None:
+        if lent.shard is None and (lent.recalled or self._wire is None):
+            if self._lent.get(number) is lent:
+                del self._lent[number]
+            lent.arena.close()
