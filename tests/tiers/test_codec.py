@@ -96,13 +96,10 @@ def test_too_few_fragments_are_refused() -> None:
         decode(codec, dict(enumerate(fragments[:3])), 100)
 
 
-@pytest.mark.parametrize("text", ["", "4", "4+", "+2", "4-2", "a+b", "4+2+1", " 4+2", "0+1", "4+0"])
-def test_schemes_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected"):
-        Scheme.parse(text)
-
-
-def test_a_scheme_that_is_too_wide_is_refused() -> None:
+def test_schemes_that_are_none() -> None:
+    for text in ("", "4", "4+", "+2", "4-2", "a+b", "4+2+1", " 4+2", "0+1", "4+0"):
+        with pytest.raises(ConfigError, match="expected"):
+            Scheme.parse(text)
     with pytest.raises(ConfigError, match="at most 32"):
         Scheme.parse("31+2")
 

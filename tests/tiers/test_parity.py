@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import shutil
 import time
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sapwood.errors import CheckpointError, ConfigError, TierError
+from sapwood.state.catalog import Catalog
+from sapwood.state.shards import plan_shards
 from sapwood.tiers.base import Stored
 from sapwood.tiers.codec import PART_BYTES
+from sapwood.tiers.digest import digest
 from sapwood.tiers.fragments import Fragment
 from sapwood.tiers.keeper import Blob
 from sapwood.tiers.parity import ParityTier
-from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.record import CheckpointId, ShardRecord, describe
 from sapwood.tiers.spec import NodeMap
 from tests.tiers import contract
 from tests.tiers.nodes import TOKEN, Cluster, cluster
@@ -110,18 +113,24 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
-@pytest.mark.parametrize("suffix", [".bin", ".json"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_damaged_fragments_are_lost_fragments(tmp_path: Path, scheme, suffix, damage) -> None:
+def test_damaged_fragments_are_lost_fragments(tmp_path: Path, scheme: str) -> None:
     m = int(scheme.split("+")[1])
     with cluster(tmp_path, total(scheme)) as nodes:
         memory = saved(nodes, scheme)
-        for name in nodes.names[:m]:  # the data fragments: those are read first
-            damage(files(nodes, name, suffix))
-        check(nodes, scheme, nodes.names[-1], memory)
-        damage(files(nodes, nodes.names[m], suffix))
-        refused(nodes, scheme, nodes.names[-1])
+        reader = nodes.names[-1]
+        for suffix, damage in product((".bin", ".json"), (flip, cut, Path.unlink)):
+            # The data fragments, which are read first; then one more than may be lost.
+            chosen = [files(nodes, name, suffix) for name in nodes.names[: m + 1]]
+            whole = [path.read_bytes() for path in chosen]
+            for path in chosen[:m]:
+                damage(path)
+            check(nodes, scheme, reader, memory)
+            damage(chosen[m])
+            refused(nodes, scheme, reader)
+            for path, content in zip(chosen, whole, strict=True):
+                path.write_bytes(content)
+        check(nodes, scheme, reader, memory)
 
 
 def test_different_fragments_may_be_damaged_in_different_blocks(tmp_path: Path) -> None:
@@ -184,14 +193,23 @@ def test_a_put_that_a_node_did_not_take_fails_and_can_be_repeated(tmp_path: Path
 
 
 def test_a_shard_without_bytes(tmp_path: Path) -> None:
+    """More ranks than tensors: some have nothing to save."""
+    plan = plan_shards(Catalog(()), 1)
+    record = describe(
+        id=ID,
+        world=1,
+        catalog=plan.catalog,
+        shard=plan.shards[0],
+        data=np.zeros(0, np.uint8),
+        created=1.0,
+        extras={},
+    )
+    assert record.nbytes == 0
     with cluster(tmp_path, 3) as nodes:
-        record, memory = shard(7, 0, 1, large=0)
-        empty, _ = shard(7, 1, 2, large=0)
-        tier = nodes.parity("a", "2+1")
-        tier.put(record, memory)
-        tier.put(empty, np.zeros(empty.nbytes, np.uint8))
-        assert len(tier.shards()) == 2
-        assert np.array_equal(contract.read_all(tier, SHARD), memory)
+        for tier in (nodes.parity("a", "2+1"), nodes.partner("a")):
+            tier.put(record, np.zeros(0, np.uint8))
+            assert list(tier.shards()) == [SHARD]
+            assert len(contract.read_all(tier, SHARD)) == 0
 
 
 def test_every_node_puts_and_every_node_reads(tmp_path: Path) -> None:
@@ -231,9 +249,7 @@ def test_fragments_of_different_shards_are_never_mixed(tmp_path: Path) -> None:
         assert np.array_equal(contract.read_all(tier, SHARD), one[1])
 
 
-def digest_of(pair) -> str:
-    from sapwood.tiers.digest import digest
-
+def digest_of(pair: tuple[ShardRecord, np.ndarray]) -> str:
     return digest(pair[0].encode())
 
 

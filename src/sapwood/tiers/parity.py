@@ -185,7 +185,7 @@ class ParityTier:
         """Call all nodes side by side, so that several dead ones cost no more time than one."""
         done: dict[str, _T] = {}
         problems: dict[str, str] = {}
-        with ThreadPoolExecutor(min(len(nodes), _LOOKERS), "sapwood-parity") as pool:
+        with ThreadPoolExecutor(min(len(nodes), _LOOKERS) or 1, "sapwood-parity") as pool:
             for node, future in [(n, pool.submit(call, self._keepers[n])) for n in nodes]:
                 try:
                     done[node] = future.result()

@@ -199,7 +199,9 @@ class PeerServer:
         nbytes = request.get("nbytes")
         try:
             count = None if nbytes is None else _whole(nbytes)
-            part = self._blobs.open_part(_blob(request), suffix, _whole(request["start"]), count)
+            part = self._blobs.open_part(
+                _blob(request), suffix, _whole(request.get("start")), count
+            )
         except SapwoodError as error:
             connection.send(_said(error))
             return

@@ -72,7 +72,7 @@ class Connection:
         self.receive_into(body)
         try:
             message = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise WireError("a message is not JSON") from None
         if not isinstance(message, dict):
             raise WireError("a message is not a JSON object")
