@@ -25,9 +25,10 @@ from sapwood.tiers.base import Stored
 from sapwood.tiers.blobs import BlobFolder
 from sapwood.tiers.codec import BLOCK_BYTES, Bytes, Codec, Scheme
 from sapwood.tiers.digest import digest
-from sapwood.tiers.fragments import AREA, Fragment, FragmentRecord, Held, ParityShard
+from sapwood.tiers.fragments import AREA, Fragment, FragmentRecord
 from sapwood.tiers.keeper import Keeper, Sink
-from sapwood.tiers.partner import peers_of
+from sapwood.tiers.peer import peers_of
+from sapwood.tiers.rebuilt import Held, ParityShard
 from sapwood.tiers.record import CheckpointId, ShardRecord
 from sapwood.tiers.spec import NodeMap
 

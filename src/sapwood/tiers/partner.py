@@ -19,11 +19,11 @@ from sapwood.errors import CheckpointError, ConfigError, TierError
 from sapwood.tiers.base import Stored
 from sapwood.tiers.blobs import BlobFolder
 from sapwood.tiers.keeper import Blob, Keeper
-from sapwood.tiers.peer import Peer
+from sapwood.tiers.peer import peers_of
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 from sapwood.tiers.spec import NodeMap
 
-__all__ = ["PartnerTier", "peers_of"]
+__all__ = ["KeptShard", "PartnerTier"]
 
 log = logging.getLogger(__name__)
 
@@ -129,21 +129,6 @@ class KeptShard:
 
     def close(self) -> None:
         """Connections are the keeper's."""
-
-
-def peers_of(nodes: NodeMap, names: Sequence[str], timeout: float) -> dict[str, Peer]:
-    """Other nodes as keepers.
-
-    Raises:
-        ConfigError: the address of one is not known.
-    """
-    unknown = [name for name in names if name not in nodes.addresses]
-    if unknown:
-        raise ConfigError(
-            f"node {nodes.node} has not been told where the peer servers of "
-            f"{', '.join(unknown)} listen; nodes known are {sorted(nodes.addresses) or 'none'}"
-        )
-    return {n: Peer(n, nodes.addresses[n], nodes.token, timeout=timeout) for n in names}
 
 
 def _stored(blobs: Sequence[Blob]) -> list[Stored]:

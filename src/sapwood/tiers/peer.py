@@ -11,9 +11,11 @@ from typing import Any
 
 from sapwood.errors import CheckpointError, ConfigError, TierError
 from sapwood.tiers.keeper import Blob
+from sapwood.tiers.spec import NodeMap
+from sapwood.tiers.transfers import Download, Upload, answer
 from sapwood.tiers.wire import Connection, Refused
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "peers_of"]
 
 _IDLE_CONNECTIONS = 4
 _LIST_LIMIT = 256 * 2**20
@@ -45,12 +47,12 @@ class Peer:
 
     def put(self, blob: Blob, nbytes: int) -> Upload:
         """Begin to send."""
-        with self._errors():
+        with self.errors():
             connection = self._taken()
         try:
-            with self._errors():
+            with self.errors():
                 connection.send({"op": "put", **_named(blob), "nbytes": nbytes})
-                _answer(connection)
+                answer(connection)
         except BaseException:
             connection.close()
             raise
@@ -58,7 +60,7 @@ class Peer:
 
     def names(self, area: str, group: str = "") -> Sequence[Blob]:
         """Ask the node."""
-        with self._errors(), self._connection() as connection:
+        with self.errors(), self._connection() as connection:
             connection.send({"op": "list", "area": area, "group": group})
             body = _announced(connection, _LIST_LIMIT)
         try:
@@ -73,13 +75,13 @@ class Peer:
 
     def record(self, blob: Blob) -> bytes:
         """Fetch the record."""
-        with self._errors(), self._connection() as connection:
+        with self.errors(), self._connection() as connection:
             connection.send({"op": "read", **_named(blob), "part": "record", "start": 0})
             return bytes(_announced(connection, _LIST_LIMIT))
 
     def ask(self, blob: Blob, start: int, nbytes: int) -> Download:
         """Send the question."""
-        with self._errors():
+        with self.errors():
             connection = self._taken()
             try:
                 connection.send({"op": "read", **_named(blob), "start": start, "nbytes": nbytes})
@@ -102,9 +104,9 @@ class Peer:
     # -- connections -------------------------------------------------------------------------
 
     def _ask_once(self, request: dict[str, Any]) -> dict[str, Any]:
-        with self._errors(), self._connection() as connection:
+        with self.errors(), self._connection() as connection:
             connection.send(request)
-            return _answer(connection)
+            return answer(connection)
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
@@ -113,12 +115,12 @@ class Peer:
         try:
             yield connection
         except CheckpointError:
-            self._given_back(connection)  # the node answered, only not what one hoped for
+            self.give_back(connection)  # the node answered, only not what one hoped for
             raise
         except BaseException:
             connection.close()
             raise
-        self._given_back(connection)
+        self.give_back(connection)
 
     def _taken(self) -> Connection:
         while True:
@@ -138,7 +140,8 @@ class Peer:
             raise
         return connection
 
-    def _given_back(self, connection: Connection) -> None:
+    def give_back(self, connection: Connection) -> None:
+        """Keep a connection that is idle and in order for the next exchange."""
         with self._lock:
             if len(self._idle) < _IDLE_CONNECTIONS:
                 self._idle.append(connection)
@@ -146,8 +149,8 @@ class Peer:
         connection.close()
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Say which node it was."""
+    def errors(self) -> Iterator[None]:
+        """Raise what goes wrong with a connection as ``TierError``, saying which node it was."""
         who = f"node {self.node} ({self.address})"
         try:
             yield
@@ -161,100 +164,30 @@ class Peer:
             raise TierError(f"{who} cannot be reached: {error.strerror or error}") from error
 
 
-class Upload:
-    """A blob on its way to another node. Fulfils ``Sink``."""
+def peers_of(nodes: NodeMap, names: Sequence[str], timeout: float) -> dict[str, Peer]:
+    """Other nodes as keepers.
 
-    def __init__(self, peer: Peer, connection: Connection, nbytes: int) -> None:
-        """Made by ``Peer``."""
-        self._peer = peer
-        self._left = nbytes
-        self._connection: Connection | None = connection
-
-    def write(self, data: Any) -> None:
-        """Send the next bytes."""
-        assert self._connection is not None
-        self._left -= memoryview(data).nbytes
-        with self._peer._errors():
-            self._connection.send_bytes(data)
-
-    def seal(self, record: bytes) -> None:
-        """Send the record."""
-        assert self._connection is not None
-        assert self._left == 0, f"{self._left} bytes of the blob were not given"
-        with self._peer._errors():
-            self._connection.send({"record": len(record)})
-            self._connection.send_bytes(record)
-
-    def wait(self) -> None:
-        """Wait for the node to say that it is durable there."""
-        assert self._connection is not None
-        with self._peer._errors():
-            _answer(self._connection)
-        self._peer._given_back(self._connection)
-        self._connection = None
-
-    def close(self) -> None:
-        """End the connection, if the blob is not there yet: the node then forgets it."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-
-class Download:
-    """Bytes that were asked for. Fulfils ``Pending``."""
-
-    def __init__(self, peer: Peer, connection: Connection) -> None:
-        """Made by ``Peer``."""
-        self._peer = peer
-        self._connection: Connection | None = connection
-
-    def into(self, out: Any) -> None:
-        """Receive them."""
-        connection, self._connection = self._connection, None
-        assert connection is not None
-        try:
-            with self._peer._errors():
-                _expect(_answer(connection), memoryview(out).nbytes)
-                connection.receive_into(out)
-        except CheckpointError:
-            self._peer._given_back(connection)
-            raise
-        except BaseException:
-            connection.close()
-            raise
-        self._peer._given_back(connection)
-
-    def close(self) -> None:
-        """End the connection, if its answer was not taken."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+    Raises:
+        ConfigError: the address of one is not known.
+    """
+    unknown = [name for name in names if name not in nodes.addresses]
+    if unknown:
+        raise ConfigError(
+            f"node {nodes.node} has not been told where the peer servers of "
+            f"{', '.join(unknown)} listen; nodes known are {sorted(nodes.addresses) or 'none'}"
+        )
+    return {n: Peer(n, nodes.addresses[n], nodes.token, timeout=timeout) for n in names}
 
 
 def _named(blob: Blob) -> dict[str, str]:
     return {"area": blob.area, "group": blob.group, "name": blob.name}
 
 
-def _answer(connection: Connection) -> dict[str, Any]:
-    """An answer that is no error."""
-    answer = connection.receive()
-    if "error" not in answer:
-        return answer
-    if answer.get("kind") == "CheckpointError":
-        raise CheckpointError(str(answer["error"]))
-    raise TierError(str(answer["error"]))
-
-
 def _announced(connection: Connection, limit: int) -> bytearray:
     """The bytes an answer announces."""
-    nbytes = _answer(connection).get("nbytes")
+    nbytes = answer(connection).get("nbytes")
     if not isinstance(nbytes, int) or not 0 <= nbytes <= limit:
         raise TierError(f"it announced {nbytes!r} bytes, expected at most {limit}")
     body = bytearray(nbytes)
     connection.receive_into(body)
     return body
-
-
-def _expect(answer: dict[str, Any], nbytes: int) -> None:
-    if answer.get("nbytes") != nbytes:
-        raise TierError(f"it announced {answer.get('nbytes')!r} bytes, expected {nbytes}")

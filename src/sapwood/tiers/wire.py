@@ -40,9 +40,10 @@ class Refused(WireError):
 
 
 class Connection:
-    """One end of a connection. Every call ends within ``timeout`` seconds, or raises ``OSError``.
+    """One end of a connection. Every call raises ``OSError`` if the other side is gone.
 
-    A long transfer may take longer in all, but each block of it has to arrive in that time.
+    It is gone when nothing goes on for ``timeout`` seconds, or when a block takes longer than that:
+    a long transfer may take its time, but nobody is held up by one byte now and then.
     """
 
     def __init__(self, sock: socket.socket, *, timeout: float) -> None:
@@ -64,7 +65,9 @@ class Connection:
     ) -> dict[str, Any]:
         """The next message; ``timeout`` is how long it may take to begin."""
         head = bytearray(_LENGTH.size)
-        self._fill(memoryview(head), self.timeout if timeout is None else timeout)
+        if timeout is not None and not self._readable(timeout):
+            raise TimeoutError(f"nothing was said for {timeout:g} s")
+        self.receive_into(head)
         (nbytes,) = _LENGTH.unpack(head)
         if nbytes > limit:
             raise WireError(f"a message of {nbytes} bytes was announced, at most {limit} are taken")
@@ -82,12 +85,10 @@ class Connection:
         """Send raw bytes, a block at a time, such that a slow link is not taken for a dead one."""
         memory = memoryview(data).cast("B")
         for start in range(0, len(memory), BLOCK_BYTES):
-            self._sock.settimeout(self.timeout)
             self._sock.sendall(memory[start : start + BLOCK_BYTES])
 
     def send_file(self, file: Any, start: int, nbytes: int) -> None:
         """Send a part of a file without taking it into memory."""
-        self._sock.settimeout(self.timeout)
         if nbytes and self._sock.sendfile(file, start, nbytes) != nbytes:
             raise WireError("a file became shorter while it was sent")
 
@@ -95,16 +96,22 @@ class Connection:
         """Fill a buffer with raw bytes."""
         memory = memoryview(out).cast("B")
         for start in range(0, len(memory), BLOCK_BYTES):
-            self._fill(memory[start : start + BLOCK_BYTES], self.timeout)
+            self._fill(memory[start : start + BLOCK_BYTES])
 
-    def _fill(self, memory: memoryview, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+    def _fill(self, memory: memoryview) -> None:
+        deadline = time.monotonic() + self.timeout
         while memory:
-            self._sock.settimeout(max(deadline - time.monotonic(), 0.001))
             count = self._sock.recv_into(memory)
             if not count:
                 raise WireError("the other side ended the connection")
             memory = memory[count:]
+            if memory and time.monotonic() > deadline:
+                raise TimeoutError("a block came too slowly")
+
+    def _readable(self, timeout: float) -> bool:
+        waiting = select.poll()  # select() cannot do this where a process has many files open
+        waiting.register(self._sock, select.POLLIN)
+        return bool(waiting.poll(timeout * 1000))
 
     # -- the beginning and the end ------------------------------------------------------------
 
@@ -145,7 +152,7 @@ class Connection:
     @property
     def stale(self) -> bool:
         """Whether an idle connection cannot be used again: it was ended, or something is left."""
-        return bool(select.select([self._sock], [], [], 0)[0])
+        return self._readable(0)
 
     def abort(self) -> None:
         """End it from another thread: whoever waits on it is woken."""
