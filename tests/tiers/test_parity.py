@@ -161,6 +161,19 @@ def test_gone_processes_are_survived(tmp_path: Path, scheme: str, lost: str, how
             assert f"node {name} " in message
 
 
+def test_a_stopped_node_is_waited_for_once_and_not_for_every_shard(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3, processes=("c",)) as nodes:
+        writer = nodes.parity("a", "2+1")
+        for rank in range(8):
+            writer.put(*shard(7, rank, 8, large=100))
+        nodes.servers["c"].stop()
+        tier = nodes.parity("b", "2+1", timeout=1.0)
+        begin = time.monotonic()
+        for stored in tier.shards():
+            contract.read_all(tier, stored)
+        assert time.monotonic() - begin < 6  # and not 8 times 1 s or more
+
+
 def test_a_process_that_is_lost_while_a_shard_is_read(tmp_path: Path) -> None:
     with cluster(tmp_path, 3, processes=("a", "b")) as nodes:
         memory = saved(nodes, "2+1")

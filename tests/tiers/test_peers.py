@@ -117,7 +117,8 @@ def test_what_is_not_there_is_an_answer_and_not_the_end(peer: Peer) -> None:
 
 
 def test_names_that_could_leave_the_folder_are_refused(peer: Peer, tmp_path: Path) -> None:
-    for name in ("", ".", "..", "../x", "a/b", "/etc", ".hidden", "a\0b", "x" * 200, "ä"):
+    outside = str(tmp_path / "outside")
+    for name in ("", ".", "..", "../x", "a/b", outside, ".hidden", "a\0b", "x" * 200, "ä"):
         for blob in (Blob(name, "g", "n"), Blob("a", name, "n"), Blob("a", "g", name)):
             with pytest.raises(CheckpointError, match="is no name"):
                 peer.put(blob, 0)
@@ -184,6 +185,15 @@ def test_a_failure_of_any_file_operation_leaves_a_whole_blob_or_none(tmp_path: P
             assert number > 10
             return
     pytest.fail("every file operation failed")
+
+
+def test_a_blob_of_another_size_than_was_said_is_not_kept(tmp_path: Path) -> None:
+    folder = BlobFolder(tmp_path)
+    with closing(folder.put(BLOB, 4)) as sink:
+        sink.write(b"abc")
+        with pytest.raises(TierError, match="has 4 bytes, but 3 were given"):
+            sink.seal(b"{}")
+    assert list(tmp_path.rglob("*name*")) == []
 
 
 def test_many_clients_at_once(server: PeerServer) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -126,24 +127,33 @@ class PeerServer:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                # Closed, or out of descriptors, which passes.
-                if not self._closed:
-                    threading.Event().wait(0.05)
+                self._pause()
                 continue
-            self._welcome(Connection(sock, timeout=self._timeout))
+            try:
+                self._welcome(Connection(sock, timeout=self._timeout))
+            except (OSError, RuntimeError) as error:
+                log.warning("a client of the peer server could not be served: %s", error)
+                sock.close()
+                self._pause()
+
+    def _pause(self) -> None:
+        """Out of descriptors or threads, which passes; unless it is the end."""
+        if not self._closed:
+            time.sleep(0.05)
 
     def _welcome(self, connection: Connection) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name="sapwood-peer", daemon=True
+        )
         with self._lock:
-            if len(self._clients) < self._limit and not self._closed:
-                thread = threading.Thread(
-                    target=self._serve, args=(connection,), name="sapwood-peer", daemon=True
-                )
-                self._clients[connection] = thread
+            room = len(self._clients) < self._limit and not self._closed
+            if room:
                 thread.start()
-                return
-        with suppress(OSError):
-            connection.send({"error": f"all {self._limit} connections are in use; try later"})
-        connection.close()
+                self._clients[connection] = thread
+        if not room:
+            with suppress(OSError):
+                connection.send({"error": f"all {self._limit} connections are in use; try later"})
+            connection.close()
 
     def _serve(self, connection: Connection) -> None:
         try:
