@@ -33,7 +33,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def check_external(place: Path, step: int, one: Rank) -> None:
-    tier = ExternalTier(place, name="external")
+    tier = ExternalTier(place)
     memory = contract.read_all(tier, Stored(CheckpointId(step, shards.ATTEMPT), one.rank))
     assert np.array_equal(memory, shards.fill(one.plan, one.rank, step))
 

@@ -11,17 +11,51 @@ from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.memory import MemoryTier
 from sapwood.tiers.packed import PackedTier
+from sapwood.tiers.parity import ParityTier
+from sapwood.tiers.partner import PartnerTier
 from sapwood.tiers.spec import NodeMap, TierSpec
 
-__all__ = ["make_tiers"]
+__all__ = ["make_tiers", "peer_folder"]
+
+_ON_PEERS = ("partner", "parity")
 
 
 def make_tiers(specs: Sequence[TierSpec], nodes: NodeMap) -> list[Tier]:
     """The tiers of one node, in the order given, which goes from cheap to expensive."""
-    return [_make(spec, nodes) for spec in specs]
+    keep = peer_folder(specs, nodes)
+    return [_make(spec, nodes, keep) for spec in specs]
 
 
-def _make(spec: TierSpec, nodes: NodeMap) -> Tier:
+def peer_folder(specs: Sequence[TierSpec], nodes: NodeMap) -> Path | None:
+    """What this node's ``PeerServer`` must serve; None if no tier rests on other nodes.
+
+    Raises:
+        ConfigError: no folder was given for it, or two.
+    """
+    wanting = [spec for spec in specs if spec.kind in _ON_PEERS]
+    if not wanting:
+        return None
+    given = {folder for spec in wanting if (folder := _folder(spec))}
+    if len(given) > 1:
+        raise ConfigError(f"tiers partner and parity share one folder, but {sorted(given)} are set")
+    if given:
+        return Path(given.pop()) / nodes.node
+    for spec in specs:
+        if spec.kind == "local" and spec.place:
+            return Path(spec.place) / nodes.node / "kept"
+    kind = wanting[0].kind
+    example = "partner:/scratch/kept" if kind == "partner" else "parity:4+2:/scratch/kept"
+    raise ConfigError(
+        f"tier {kind}: no folder is set for what this node keeps for others; write it as "
+        f"{example}, or add a local tier"
+    )
+
+
+def _folder(spec: TierSpec) -> str:
+    return spec.place if spec.kind == "partner" else spec.place.partition(":")[2]
+
+
+def _make(spec: TierSpec, nodes: NodeMap, keep: Path | None) -> Tier:
     if spec.kind == "memory":
         return MemoryTier()
     if spec.kind == "local":
@@ -31,4 +65,9 @@ def _make(spec: TierSpec, nodes: NodeMap) -> Tier:
         return LocalTier(folder)
     if spec.kind == "external":
         return ExternalTier(Path(spec.place))
+    if spec.kind == "partner" and keep is not None:
+        return PartnerTier(nodes, keep, timeout=spec.timeout)
+    if spec.kind == "parity" and keep is not None:
+        scheme = spec.place.partition(":")[0]
+        return ParityTier(scheme, nodes, keep, timeout=spec.timeout)
     raise ConfigError(f"tier {spec.kind!r} is not available yet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,7 +19,11 @@ class TierSpec:
 
     kind: str
     place: str = ""
-    """A folder (local, external), a URL (s3), or ``k+m`` (parity)."""
+    """A folder (local, external, partner), a URL (s3), or ``k+m`` or ``k+m:folder`` (parity).
+
+    The folder of partner and parity is where a node keeps what others give it; without one, that
+    is a folder beside the local tier's shards.
+    """
     every: int = 1
     """Only every n-th checkpoint goes here."""
     incremental: bool = False
@@ -27,6 +32,8 @@ class TierSpec:
     """``local`` only: compress with zstd where it helps; weights being trained hardly shrink."""
     retries: int = 5
     """How often a failed shard is tried again, each time after a longer pause."""
+    timeout: float = 10.0
+    """Seconds another node may take for its next answer (partner, parity)."""
 
     def __post_init__(self) -> None:
         """Refuse what no tier can be made of."""
@@ -36,6 +43,8 @@ class TierSpec:
             raise ConfigError(f"tier {self.kind}: incremental and compress are for the local tier")
         if self.every < 1 or self.retries < 0:
             raise ConfigError(f"tier {self.kind}: every={self.every}, retries={self.retries}")
+        if not 0 < self.timeout < math.inf:
+            raise ConfigError(f"tier {self.kind}: timeout={self.timeout}, expected seconds")
 
     @classmethod
     def parse(cls, text: str) -> TierSpec:
