@@ -26,4 +26,8 @@ def _make(spec: TierSpec, nodes: NodeMap) -> Tier:
         return LocalTier(Path(spec.place) / nodes.node)
     if spec.kind == "external":
         return LocalTier(Path(spec.place), name="external")
+    if spec.kind == "s3":
+        from sapwood.tiers.s3 import S3Tier  # it imports obstore, which is an extra
+
+        return S3Tier(spec.place)
     raise ConfigError(f"tier {spec.kind!r} is not available yet")

@@ -1,0 +1,173 @@
+"""The published view of a checkpoint: standard safetensors files and a manifest.
+
+Whoever puts the last record of a checkpoint claims this work with an object that only one can
+create, so that ranks that finish together do not all do it. A claim is the rank's: if its engine
+dies, the same rank's next try goes on. Everything here may be done twice, or by two at once: the
+files come out the same bytes, and appear whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sapwood.errors import CheckpointError, TierError
+from sapwood.state.catalog import FileLayout
+from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart
+from sapwood.tiers.s3.objects import Objects
+from sapwood.tiers.s3.parts import HEADER, Part, plan_parts
+from sapwood.tiers.s3.upload import upload
+
+__all__ = ["Publisher", "Source", "data_name", "ranks_in", "record_name"]
+
+FORMAT = "sapwood-checkpoint/1"
+_RECORD = re.compile(r"shard-(\d+)\.json")
+
+
+def data_name(id: CheckpointId, rank: int) -> str:
+    """The object of a shard's bytes."""
+    return f"{id.folder}/shard-{rank}.bin"
+
+
+def record_name(id: CheckpointId, rank: int) -> str:
+    """The object of a shard's record: it makes the shard be there."""
+    return f"{id.folder}/shard-{rank}.json"
+
+
+def ranks_in(names: list[str]) -> list[int]:
+    """The ranks whose records are among some names."""
+    matches = (_RECORD.fullmatch(name.rpartition("/")[2]) for name in names)
+    return sorted(int(found[1]) for found in matches if found)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A shard this process has in memory, and need not ask for."""
+
+    record: ShardRecord
+    data: memoryview
+
+
+class Publisher:
+    """Makes the published view from shards that are all there."""
+
+    def __init__(self, objects: Objects, multipart: Multipart) -> None:
+        """It owns neither."""
+        self._objects = objects
+        self._multipart = multipart
+
+    def published(self, id: CheckpointId) -> bool:
+        """Whether the manifest is there."""
+        return self._objects.size(f"{id.folder}/manifest.json") is not None
+
+    def claim(self, id: CheckpointId, rank: int) -> bool:
+        """Whether this rank is the one to publish."""
+        name, mine = f"{id.folder}/claim.json", json.dumps({"rank": rank}).encode()
+        if self._objects.create(name, mine):
+            return True
+        try:
+            return self._objects.get(name) == mine
+        except FileNotFoundError:
+            return False  # the checkpoint is being dropped
+
+    def publish(self, id: CheckpointId, world: int, mine: Source | None = None) -> None:
+        """Make the files, then the manifest; it is no error if they are there.
+
+        Raises:
+            TierError: it could not be done now.
+            CheckpointError: the shards do not belong together.
+        """
+        records = {rank: self._record(id, rank, mine) for rank in range(world)}
+        first = records[0]
+        if any((r.catalog, r.world) != (first.catalog, world) for r in records.values()):
+            raise CheckpointError(f"the shards of checkpoint {id} do not belong together")
+        for layout in first.catalog.layouts.values():
+            self._assemble(id, layout, records, mine)
+        self._objects.create(f"{id.folder}/manifest.json", _manifest(first))
+        # Now all other uploads for this checkpoint are of engines that died, or came second.
+        self.abort_uploads(id)
+
+    def abort_uploads(self, id: CheckpointId) -> None:
+        """Give up all open uploads of a checkpoint."""
+        for one in self._multipart.open_uploads(id.folder):
+            self._multipart.abort(one.name, one.upload)
+
+    def _record(self, id: CheckpointId, rank: int, mine: Source | None) -> ShardRecord:
+        if mine is not None and mine.record.rank == rank:
+            return mine.record
+        name = record_name(id, rank)
+        try:
+            return ShardRecord.decode(self._objects.get(name), name)
+        except FileNotFoundError as error:
+            raise TierError(f"cannot publish checkpoint {id}: {name} is gone") from error
+
+    def _assemble(
+        self,
+        id: CheckpointId,
+        layout: FileLayout,
+        records: Mapping[int, ShardRecord],
+        mine: Source | None,
+    ) -> None:
+        name = f"{id.folder}/{layout.filename}"
+        gather = _Gather(id, layout, self._objects, mine)
+        parts = plan_parts(layout, {rank: r.shard for rank, r in records.items()})
+        if len(parts) == 1:
+            self._objects.put(name, gather.bytes(parts[0]))
+            return
+        sources = [_source(id, part, gather) for part in parts]
+        upload(self._objects, self._multipart, name, sources, layout.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """Brings together the bytes of a part that the server cannot copy."""
+
+    id: CheckpointId
+    layout: FileLayout
+    objects: Objects
+    mine: Source | None
+
+    def bytes(self, part: Part) -> memoryview:
+        memory = memoryview(bytearray(part.nbytes))
+        elsewhere: dict[int, list[tuple[int, memoryview]]] = {}
+        at = 0
+        for run in part.runs:
+            out = memory[at : at + run.nbytes]
+            at += run.nbytes
+            if run.rank == HEADER:
+                out[:] = self.layout.header[run.at : run.at + run.nbytes]
+            elif self.mine is not None and self.mine.record.rank == run.rank:
+                out[:] = self.mine.data[run.at : run.at + run.nbytes]
+            else:
+                elsewhere.setdefault(run.rank, []).append((run.at, out))
+        for rank, wanted in elsewhere.items():
+            name = data_name(self.id, rank)
+            try:
+                self.objects.read_all(name, wanted)
+            except FileNotFoundError as error:
+                raise TierError(f"cannot publish checkpoint {self.id}: {name} is gone") from error
+        return memory
+
+
+def _source(id: CheckpointId, part: Part, gather: _Gather) -> DataPart | CopyPart:
+    if not part.copied:
+        return DataPart(lambda: gather.bytes(part))
+    run = part.runs[0]
+    return CopyPart(data_name(id, run.rank), run.at, run.nbytes)
+
+
+def _manifest(record: ShardRecord) -> bytes:
+    files = {one.filename: one.size for one in record.catalog.layouts.values()}
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "step": record.id.step,
+        "attempt": record.id.attempt,
+        "world": record.world,
+        "files": files,
+        "shards": [f"shard-{rank}.json" for rank in range(record.world)],
+    }
+    return json.dumps(content, indent=1).encode()
