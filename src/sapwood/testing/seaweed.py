@@ -156,6 +156,8 @@ class Server:
             "-s3.localSocket=s3.sock",
             "-filer.localSocket=filer.sock",
             "-master.telemetry=false",
+            "-master.electionTimeout=500ms",  # else a restart takes 20 s
+            "-master.heartbeatInterval=100ms",
             "-master.volumeSizeLimitMB=128",
             "-volume.max=40",
         ]

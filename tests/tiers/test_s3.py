@@ -1,0 +1,383 @@
+"""A bucket on a real server: the contract, files made by several writers, and every failure."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from sapwood.errors import CheckpointError, ConfigError, TierError
+from sapwood.runtime.faults import ENV
+from sapwood.testing import faults, ranks, seaweed
+from sapwood.tiers.base import Stored, verify
+from sapwood.tiers.make import make_tiers
+from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.s3 import S3Tier
+from sapwood.tiers.s3.multipart import Multipart
+from sapwood.tiers.s3.objects import Objects
+from sapwood.tiers.s3.sigv4 import Credentials
+from sapwood.tiers.spec import NodeMap, TierSpec
+from tests.tiers import contract
+from tests.tiers.shards import ATTEMPT, plan, shard
+
+LARGE = 2_250_000  # elements per rank and tensor: two of them need more than one part of a shard
+ID = CheckpointId(7, ATTEMPT)
+
+
+def tier(weed: seaweed.Server, place: str, **options: Any) -> S3Tier:
+    return S3Tier(place, **{**weed.access, "timeout": 20.0, "retries": 2, **options})
+
+
+def objects(weed: seaweed.Server, place: str) -> Objects:
+    return Objects(tier(weed, place).place)
+
+
+def uploads(weed: seaweed.Server, place: str) -> list[str]:
+    return [one.name for one in Multipart(tier(weed, place).place).open_uploads()]
+
+
+def expected(step: int, world: int, large: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of a checkpoint by file, straight from the bytes of its shards."""
+    shards = plan(world, large=large)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    memories = [shard(step, rank, world, large=large)[1] for rank in range(world)]
+    kinds = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16}
+    for entry in shards.catalog.entries:
+        raw = np.zeros(entry.nbytes, np.uint8)
+        for memory, mine in zip(memories, shards.shards, strict=True):
+            if piece := mine.by_key.get(entry.key):
+                raw[piece.start : piece.stop] = memory[piece.at : piece.at + piece.nbytes]
+        tensor = torch.from_numpy(raw).view(kinds[entry.dtype]) if raw.size else torch.empty(0)
+        found.setdefault(entry.file, {})[entry.name] = tensor.view(entry.shape)
+    return found
+
+
+def check_files(store: Objects, id: CheckpointId, world: int, large: int) -> None:
+    manifest = json.loads(store.get(f"{id.folder}/manifest.json"))
+    assert (manifest["step"], manifest["world"]) == (id.step, world)
+    wanted = expected(id.step, world, large)
+    assert set(manifest["files"]) == {f"{file}.safetensors" for file in wanted}
+    for file, tensors in wanted.items():
+        content = store.get(f"{id.folder}/{file}.safetensors")
+        assert len(content) == manifest["files"][f"{file}.safetensors"]
+        found = safetensors.torch.load(content)
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype or not tensor.numel()
+            assert found[name].shape == tensor.shape
+            assert (
+                found[name].numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes()
+                if (tensor.dtype != torch.bfloat16)
+                else torch.equal(found[name].view(torch.int16), tensor.view(torch.int16))
+            )
+
+
+def write(place: str, step: int, world: int, large: int, only: int | None = None) -> None:
+    """A writer in its own process: the access comes from the environment."""
+    mine = ranks.rank() if only is None else only
+    with closing(S3Tier(place, timeout=20.0, retries=2)) as here:
+        here.put(*shard(step, mine, world, large=large))
+
+
+# -- what it does -----------------------------------------------------------------------------
+
+
+def test_the_contract(weed: seaweed.Server, place: str) -> None:
+    contract.keeps_shards(tier(weed, place))
+
+
+def test_writers_in_two_processes_make_standard_files(weed: seaweed.Server, place: str) -> None:
+    large = 3 * 2**20  # 24 MiB per file
+    ranks.spawn(write, 2, place, 7, 2, large, env=weed.environment)
+    here = tier(weed, place)
+    assert list(here.shards()) == [Stored(ID, 0), Stored(ID, 1)]
+    check_files(objects(weed, place), ID, 2, large)
+    assert uploads(weed, place) == []
+    for rank in range(2):
+        memory = shard(7, rank, 2, large=large)[1]
+        assert np.array_equal(contract.read_all(here, Stored(ID, rank)), memory)
+
+
+def test_the_server_copies_what_is_large(weed: seaweed.Server, place: str) -> None:
+    here = tier(weed, place)
+    here.put(*shard(7, 0, 2, large=LARGE))
+    with requests() as seen:
+        here.put(*shard(7, 1, 2, large=LARGE))
+    assert seen.count("copy_part") >= 2
+    assert seen.count("upload_part") <= 2 + 2 * 2  # the shard's own, and two gathered per file
+    check_files(objects(weed, place), ID, 2, LARGE)
+
+
+def test_no_file_before_the_last_shard(weed: seaweed.Server, place: str) -> None:
+    here = tier(weed, place)
+    for rank in (2, 0):
+        here.put(*shard(7, rank, 3))
+        names = objects(weed, place).names()
+        assert not [n for n in names if "shard" not in n]
+        assert not here.publish(ID)
+    here.put(*shard(7, 1, 3))
+    names = {n.rpartition("/")[2] for n in objects(weed, place).names()}
+    assert {"manifest.json", "model.safetensors", "optimizer.safetensors"} < names
+
+
+def test_writers_of_the_same_shards_at_the_same_time(weed: seaweed.Server, place: str) -> None:
+    both = [shard(7, rank, 2, large=LARGE) for rank in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        for job in [pool.submit(tier(weed, place).put, *both[n % 2]) for n in range(4)]:
+            job.result(30)
+    with ThreadPoolExecutor(2) as pool:
+        for job in [pool.submit(tier(weed, place).publish, ID) for _ in range(2)]:
+            assert job.result(30)
+    check_files(objects(weed, place), ID, 2, LARGE)
+    assert uploads(weed, place) == []
+
+
+def test_tiny_tensors_do_not_cost_a_request_each(weed: seaweed.Server, place: str) -> None:
+    here = tier(weed, place)
+    record, memory = shard(7, 0, 1, large=600_000)
+    here.put(record, memory)
+    with requests() as seen:
+        assert np.array_equal(contract.read_all(here, Stored(ID, 0)), memory)
+    assert seen.count("read") <= 3 < len(record.ranges)
+
+
+def test_more_objects_than_a_page_holds(weed: seaweed.Server, place: str) -> None:
+    store = objects(weed, place)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: store.put(f"{ID.folder}/shard-{n}.json", b"{}"), range(1100)))
+    here = tier(weed, place)
+    assert list(here.shards()) == [Stored(ID, n) for n in range(1100)]
+    here.drop(ID)
+    assert store.names() == []
+
+
+def test_what_is_not_ours_is_left_alone(weed: seaweed.Server, place: str) -> None:
+    store = objects(weed, place)
+    foreign = ["notes.txt", "00000001-zzzzzz/shard-0.json", f"{ID.folder}/x/shard-0.json"]
+    for name in foreign:
+        store.put(name, b"mine")
+    here = tier(weed, place)
+    assert list(here.shards()) == []
+    here.drop(CheckpointId(1, ATTEMPT))
+    assert store.names() == sorted(foreign)
+
+
+# -- what goes wrong --------------------------------------------------------------------------
+
+
+@contextmanager
+def requests() -> Iterator[list[str]]:
+    """The requests made inside the block, by name."""
+    seen: list[str] = []
+    lock = threading.Lock()
+
+    def note(op: str, **_: object) -> None:
+        with lock:
+            seen.append(op)
+
+    with faults.inject("s3", note, at=None):
+        yield seen
+
+
+def test_a_writer_killed_at_any_request(weed: seaweed.Server, place: str) -> None:
+    """Before each of its requests in turn: what is listed is whole, and a retry completes it."""
+    here, store = tier(weed, place), objects(weed, place)
+    here.put(*shard(1, 0, 2, large=LARGE))
+    with requests() as seen:
+        here.put(*shard(1, 1, 2, large=LARGE))
+    count = len(seen)
+    assert count > 15
+    for step in range(2, 2 + count):
+        here.put(*shard(step, 0, 2, large=LARGE))
+    for first in range(2, 2 + count, 4):
+        steps = range(first, min(first + 4, 2 + count))
+        outcomes = ranks.spawn(
+            write_step,
+            len(steps),
+            place,
+            first,
+            env=lambda n, first=first: {
+                **weed.environment,
+                ENV: f"s3:kill@{first + n - 1}",
+            },
+            expect_errors=True,
+        )
+        assert {one.signal for one in outcomes} == {signal.SIGKILL}
+    for step in range(2, 2 + count):
+        check_killed(here, store, step)
+    assert uploads(weed, place) == []
+
+
+def write_step(place: str, first: int) -> None:
+    write(place, first + ranks.rank(), 2, LARGE, only=1)
+
+
+def check_killed(here: S3Tier, store: Objects, step: int) -> None:
+    id = CheckpointId(step, ATTEMPT)
+    listed = [s for s in here.shards() if s.id == id]
+    assert Stored(id, 0) in listed
+    for stored in listed[1:]:
+        assert verify_all(here, stored)
+    if f"{id.folder}/manifest.json" in store.names(id.folder):
+        check_files(store, id, 2, LARGE)
+    here.put(*shard(step, 1, 2, large=LARGE))
+    check_files(store, id, 2, LARGE)
+    here.drop(id)
+    assert store.names(id.folder) == []
+
+
+def verify_all(here: S3Tier, stored: Stored) -> int:
+    with closing(here.open(stored)) as found:
+        return verify(found)
+
+
+def test_open_uploads_of_the_dead_are_aborted(weed: seaweed.Server, place: str) -> None:
+    here = tier(weed, place)
+    raw = Multipart(here.place)
+    raw.begin(f"{ID.folder}/shard-0.bin")
+    raw.begin("somebody/else.bin")
+    assert here.sweep(older=3600) == 0
+    assert here.sweep(older=-10) == 1
+    assert uploads(weed, place) == ["somebody/else.bin"]
+    raw.begin(f"{ID.folder}/model.safetensors")
+    here.drop(ID)
+    assert uploads(weed, place) == ["somebody/else.bin"]
+
+
+def test_a_failed_publication_is_tried_again_without_the_shard(
+    weed: seaweed.Server, place: str
+) -> None:
+    here = tier(weed, place)
+    one = shard(7, 0, 1, large=2 * LARGE)
+
+    def fail(**_: object) -> None:
+        raise TierError("injected")
+
+    with (
+        faults.inject("s3", fail, when=lambda op, **_: op == "copy_part"),
+        pytest.raises(TierError, match="whole, but its files are not: injected"),
+    ):
+        here.put(*one)
+    assert list(here.shards()) == [Stored(ID, 0)]
+    assert uploads(weed, place) == []
+    with requests() as seen:
+        here.put(*one)
+    assert seen.count("put") == 0
+    check_files(objects(weed, place), ID, 1, 2 * LARGE)
+
+
+@pytest.mark.parametrize("name", ["shard-0.bin", "shard-0.json"])
+def test_damage_is_found(weed: seaweed.Server, place: str, name: str) -> None:
+    here, store = tier(weed, place), objects(weed, place)
+    record, memory = shard(7, 0, 1)
+    here.put(record, memory)
+    full = f"{ID.folder}/{name}"
+    content = bytearray(store.get(full))
+    content[len(content) // 3] ^= 0x10
+    store.put(full, bytes(content))
+    with pytest.raises(CheckpointError, match="damaged"):
+        verify_all(here, Stored(ID, 0))
+    store.put(full, bytes(content[:-7]))
+    with pytest.raises(CheckpointError):
+        verify_all(here, Stored(ID, 0))
+    store.delete([full])
+    with pytest.raises(CheckpointError):
+        here.open(Stored(ID, 0))
+    here.put(record, memory)
+    assert verify_all(here, Stored(ID, 0)) == record.nbytes
+
+
+def test_a_server_that_hangs(weed: seaweed.Server, place: str) -> None:
+    here = tier(weed, place, timeout=1.0, retries=0)
+    large, small = shard(7, 0, 1, large=2 * LARGE), shard(8, 0, 1)
+    here.put(*small)
+    opened = here.open(Stored(small[0].id, 0))
+    weed.pause()
+    try:
+        for call in (lambda: here.put(*small), lambda: here.put(*large), here.shards):
+            start = time.monotonic()
+            with pytest.raises(TierError, match="did not answer in 1 s"):
+                call()
+            assert time.monotonic() - start < 10
+        with pytest.raises(CheckpointError, match="did not answer"):
+            verify(opened)
+    finally:
+        weed.go_on()
+    retried = tier(weed, place)
+    retried.put(*large)
+    assert verify_all(retried, Stored(large[0].id, 0)) == large[0].nbytes
+
+
+def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
+    with seaweed.serve(tmp_path / "weed") as server:
+        server.make_bucket("ckpts")
+        here = tier(server, "s3://ckpts", timeout=2.0, retries=0)
+        here.put(*shard(7, 0, 2, large=LARGE))
+        last = shard(7, 1, 2, large=LARGE)
+        with (
+            faults.inject(
+                "s3", lambda **_: server.kill(), when=lambda op, **_: op == "complete_upload"
+            ),
+            pytest.raises(TierError, match="did not answer"),
+        ):
+            here.put(*last)
+        server.start()
+        again = tier(server, "s3://ckpts")
+        assert list(again.shards()) == [Stored(ID, 0)]
+        again.put(*last)
+        check_files(objects(server, "s3://ckpts"), ID, 2, LARGE)
+        assert uploads(server, "s3://ckpts") == []
+
+
+@pytest.mark.parametrize("large", [64, 2 * LARGE])
+def test_errors_say_what_to_do(weed: seaweed.Server, place: str, large: int) -> None:
+    one = shard(7, 0, 1, large=large)
+    wrong = Credentials(access_key="tester", secret_key="wrong")
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (place, {"credentials": wrong}, r"access denied for key 'tester'; check AWS_ACCESS_KEY_ID"),
+        ("s3://no-such-bucket/x", {}, r"no bucket 'no-such-bucket' at .*; create it first"),
+        (place, {"endpoint": "http://127.0.0.1:1"}, r"127.0.0.1:1 did not answer .* check AWS_END"),
+    ]
+    for where, options, text in cases:
+        here = tier(weed, where, **{"retries": 0, **options})
+        with pytest.raises(TierError, match=text) as found:
+            here.put(*one)
+        assert "wrong" not in str(found.value)
+        with pytest.raises(TierError, match=text):
+            here.shards()
+        with pytest.raises(TierError, match=text):
+            here.drop(ID)
+
+
+def test_settings_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="set AWS_ACCESS_KEY_ID"):
+        S3Tier("s3://bucket/x")
+    key = Credentials(access_key="a", secret_key="b")
+    for url in ("s3://", "s3:///x", "bucket/x", "s3://bucket/x?a=b"):
+        with pytest.raises(ConfigError, match="expected s3://bucket/prefix"):
+            S3Tier(url, credentials=key)
+    with pytest.raises(ConfigError, match="expected http"):
+        S3Tier("s3://bucket", credentials=key, endpoint="localhost:9000")
+
+
+def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.startswith(("sapwood.tiers.s3", "obstore"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    nodes = NodeMap(node="a", rank_nodes=("a",))
+    with pytest.raises(ConfigError, match=r"pip install 'sapwood\[s3\]'"):
+        make_tiers([TierSpec.parse("s3://bucket/x")], nodes)
