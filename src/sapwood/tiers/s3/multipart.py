@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import http.client
 import logging
+import random
 import re
 import ssl
 import time
@@ -158,7 +159,7 @@ class Multipart:
                     raise problem
             if left == 0:
                 raise problem
-            time.sleep(pause)
+            time.sleep(random.uniform(0.5, 1.0) * pause)  # not all engines at the same moment
             pause = min(2 * pause, _LAST_PAUSE)
         raise AssertionError("unreachable")
 

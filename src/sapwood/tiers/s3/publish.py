@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
 from sapwood.state.catalog import FileLayout
+from sapwood.tiers.base import Stored
 from sapwood.tiers.record import CheckpointId, ShardRecord
 from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart
 from sapwood.tiers.s3.objects import Objects
 from sapwood.tiers.s3.parts import HEADER, Part, plan_parts
 from sapwood.tiers.s3.upload import upload
 
-__all__ = ["Publisher", "Source", "data_name", "ranks_in", "record_name"]
+__all__ = ["Publisher", "Source", "data_name", "record_name", "stored_in"]
 
 FORMAT = "sapwood-checkpoint/1"
 _RECORD = re.compile(r"shard-(\d+)\.json")
@@ -38,10 +39,15 @@ def record_name(id: CheckpointId, rank: int) -> str:
     return f"{id.folder}/shard-{rank}.json"
 
 
-def ranks_in(names: list[str]) -> list[int]:
-    """The ranks whose records are among some names."""
-    matches = (_RECORD.fullmatch(name.rpartition("/")[2]) for name in names)
-    return sorted(int(found[1]) for found in matches if found)
+def stored_in(names: Iterable[str]) -> list[Stored]:
+    """The shards whose records are among the objects of a tier."""
+    found = []
+    for name in names:
+        folder, _, last = name.partition("/")
+        id, record = CheckpointId.parse(folder), _RECORD.fullmatch(last)
+        if id is not None and record is not None:
+            found.append(Stored(id, int(record[1])))
+    return sorted(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,7 @@ class Publisher:
             self._objects.put(name, gather.bytes(parts[0]))
             return
         sources = [_source(id, part, gather) for part in parts]
-        upload(self._objects, self._multipart, name, sources, layout.size)
+        upload(self._multipart, name, sources)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ A writer that dies leaves objects without a record, which nobody lists, and open
 
 from __future__ import annotations
 
-import logging
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -34,13 +34,12 @@ from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 from sapwood.tiers.s3.multipart import Multipart
 from sapwood.tiers.s3.objects import Objects
 from sapwood.tiers.s3.place import S3Place
-from sapwood.tiers.s3.publish import Publisher, Source, data_name, ranks_in, record_name
+from sapwood.tiers.s3.publish import Publisher, Source, data_name, record_name, stored_in
 from sapwood.tiers.s3.sigv4 import Credentials
 from sapwood.tiers.s3.upload import upload_bytes
 
 __all__ = ["S3Shard", "S3Tier"]
 
-log = logging.getLogger(__name__)
 _FIRST_BLOCK, _LAST_BLOCK = 2**20, 32 * 2**20
 
 
@@ -105,24 +104,19 @@ class S3Tier:
 
         For repair: a checkpoint whose last writer died is whole, but has no files yet.
         """
-        ranks = ranks_in(self._objects.names(id.folder))
+        ranks = self._ranks(id)
         if not ranks:
             return False
-        with_record = self.open(Stored(id, ranks[0])).record
-        if ranks != list(range(with_record.world)):
+        with closing(self.open(Stored(id, ranks[0]))) as first:
+            world = first.record.world
+        if not set(range(world)) <= set(ranks):
             return False
-        self._publisher.publish(id, with_record.world)
+        self._publisher.publish(id, world)
         return True
 
     def shards(self) -> Sequence[Stored]:
         """Every shard whose record is there."""
-        found = []
-        for name in self._objects.names():
-            folder, _, last = name.partition("/")
-            id = CheckpointId.parse(folder)
-            if id is not None and "/" not in last:
-                found += [Stored(id, rank) for rank in ranks_in([last])]
-        return sorted(found)
+        return stored_in(self._objects.names())
 
     def open(self, stored: Stored) -> S3Shard:
         """Read a shard's record, and see that its bytes are there."""
@@ -141,9 +135,9 @@ class S3Tier:
     def drop(self, id: CheckpointId) -> None:
         """Take the records away first: a crash on the way leaves no shard that seems whole."""
         names = self._objects.names(id.folder)
-        records = [record_name(id, rank) for rank in ranks_in(names)]
+        records = [record_name(id, stored.rank) for stored in stored_in(names)]
         manifest = [name for name in names if name.endswith("/manifest.json")]
-        self._objects.delete([name for name in records if name in set(names)])
+        self._objects.delete(records)
         self._objects.delete(manifest)
         self._publisher.abort_uploads(id)
         self._objects.delete([n for n in names if n not in {*records, *manifest}])
@@ -159,10 +153,14 @@ class S3Tier:
     def close(self) -> None:
         """Nothing runs."""
 
+    def _ranks(self, id: CheckpointId) -> list[int]:
+        """The ranks whose shards of a checkpoint are here."""
+        return [stored.rank for stored in stored_in(self._objects.names(id.folder))]
+
     def _publish_last(self, record: ShardRecord, memory: memoryview) -> None:
         id = record.id
         try:
-            if len(ranks_in(self._objects.names(id.folder))) < record.world:
+            if not set(range(record.world)) <= set(self._ranks(id)):
                 return
             if self._publisher.published(id) or not self._publisher.claim(id, record.rank):
                 return
@@ -189,6 +187,7 @@ class S3Shard:
         self._start = 0
         self._block = memoryview(b"")
         self._next = _FIRST_BLOCK
+        self._ends = [part.at + part.nbytes for part in record.ranges]
 
     def read_into(self, part: Range, out: Any) -> None:
         """Read a range, from what was read ahead if it is there."""
@@ -208,7 +207,9 @@ class S3Shard:
     def _fetch(self, start: int, nbytes: int) -> None:
         in_order = start >= self._start and start <= self._start + len(self._block) + 64
         self._next = min(2 * self._next, _LAST_BLOCK) if in_order else _FIRST_BLOCK
-        length = min(max(nbytes, self._next), self.record.nbytes - start)
+        # Whole ranges only: half of one at the end would be asked for again.
+        last = bisect_right(self._ends, start + self._next) - 1
+        length = max(nbytes, self._ends[last] - start if last >= 0 else 0)
         block = memoryview(bytearray(length))
         self._block = memoryview(b"")
         try:

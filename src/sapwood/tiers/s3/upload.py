@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from sapwood.errors import TierError
-from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart, UploadGoneError
+from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart
 from sapwood.tiers.s3.objects import Objects
 
 __all__ = ["PART", "upload", "upload_bytes"]
@@ -26,16 +26,10 @@ def upload_bytes(objects: Objects, multipart: Multipart, name: str, data: memory
     step = max(PART, -(-len(data) // _MOST_PARTS))
     cuts = range(0, len(data), step)
     parts = [DataPart(lambda cut=cut: data[cut : cut + step]) for cut in cuts]  # type: ignore[misc]
-    upload(objects, multipart, name, parts, len(data))
+    upload(multipart, name, parts)
 
 
-def upload(
-    objects: Objects,
-    multipart: Multipart,
-    name: str,
-    parts: Sequence[DataPart | CopyPart],
-    nbytes: int,
-) -> None:
+def upload(multipart: Multipart, name: str, parts: Sequence[DataPart | CopyPart]) -> None:
     """Make an object of parts; if that fails, nothing of it stays.
 
     Raises:
@@ -45,10 +39,6 @@ def upload(
     try:
         tags = _send_all(multipart, name, id, parts)
         multipart.complete(name, id, tags)
-    except UploadGoneError:
-        # Completed by a request whose answer was lost, or made by somebody else and tidied up.
-        if objects.size(name) != nbytes:
-            raise
     except BaseException:
         _abort(multipart, name, id)
         raise
