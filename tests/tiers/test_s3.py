@@ -294,9 +294,9 @@ def test_damage_is_found(weed: seaweed.Server, place: str, name: str) -> None:
 
 
 def test_a_server_that_hangs(weed: seaweed.Server, place: str) -> None:
-    here = tier(weed, place, timeout=0.7, retries=0)
-    large, small = shard(7, 0, 1, large=4_400_000), shard(8, 0, 1)
-    here.put(*small)
+    patient, here = tier(weed, place), tier(weed, place, timeout=0.7, retries=0)
+    large, small = shard(7, 0, 1, large=4_400_000, state=64), shard(8, 0, 1)
+    patient.put(*small)
     opened = here.open(Stored(small[0].id, 0))
     weed.pause()
     try:
@@ -315,17 +315,16 @@ def test_a_server_that_hangs(weed: seaweed.Server, place: str) -> None:
     ):
         here.put(*large)
     weed.go_on()
-    assert list(here.shards()) == [Stored(small[0].id, 0)]
-    retried = tier(weed, place)
-    retried.put(*large)
+    assert list(patient.shards()) == [Stored(small[0].id, 0)]
+    patient.put(*large)
     assert uploads(weed, place) == []
-    assert verify_all(retried, Stored(large[0].id, 0)) == large[0].nbytes
+    assert verify_all(patient, Stored(large[0].id, 0)) == large[0].nbytes
 
 
 def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
     with short_parts(), seaweed.serve(tmp_path / "weed") as server:
         server.make_bucket("ckpts")
-        here = tier(server, "s3://ckpts", timeout=2.0, retries=0)
+        here = tier(server, "s3://ckpts", retries=0)
         here.put(*shard(7, 0, 2, **SIZES))
         last = shard(7, 1, 2, **SIZES)
         with (

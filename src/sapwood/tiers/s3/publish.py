@@ -18,7 +18,7 @@ from sapwood.errors import CheckpointError, TierError
 from sapwood.state.catalog import FileLayout
 from sapwood.tiers.base import Stored
 from sapwood.tiers.record import CheckpointId, ShardRecord
-from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart
+from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart, UploadGoneError
 from sapwood.tiers.s3.objects import Objects
 from sapwood.tiers.s3.parts import HEADER, Part, plan_parts
 from sapwood.tiers.s3.upload import upload
@@ -91,8 +91,13 @@ class Publisher:
         first = records[0]
         if any((r.catalog, r.world) != (first.catalog, world) for r in records.values()):
             raise CheckpointError(f"the shards of checkpoint {id} do not belong together")
-        for layout in first.catalog.layouts.values():
-            self._assemble(id, layout, records, mine)
+        try:
+            for layout in first.catalog.layouts.values():
+                self._assemble(id, layout, records, mine)
+        except UploadGoneError:
+            if self.published(id):
+                return  # by another engine, which has taken our uploads away
+            raise
         self._objects.create(f"{id.folder}/manifest.json", _manifest(first))
         # Now all other uploads for this checkpoint are of engines that died, or came second.
         self.abort_uploads(id)

@@ -24,14 +24,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.base import Stored
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
-from sapwood.tiers.s3.multipart import Multipart
+from sapwood.tiers.s3.multipart import Multipart, UploadGoneError
 from sapwood.tiers.s3.objects import Objects
 from sapwood.tiers.s3.place import S3Place
 from sapwood.tiers.s3.publish import Publisher, Source, data_name, record_name, stored_in
@@ -90,8 +90,7 @@ class S3Tier:
             safe = stored in self._safe
         if not safe:  # else an earlier try came as far as publishing
             if memory:
-                name = data_name(record.id, record.rank)
-                upload_bytes(self._objects, self._multipart, name, memory)
+                self._upload(data_name(record.id, record.rank), memory)
             self._objects.put(record_name(record.id, record.rank), record.encode())
             with self._lock:
                 self._safe.add(stored)
@@ -153,6 +152,13 @@ class S3Tier:
     def close(self) -> None:
         """Nothing runs."""
 
+    def _upload(self, name: str, memory: memoryview) -> None:
+        """Put the bytes; once more if somebody who published meanwhile took the upload away."""
+        try:
+            upload_bytes(self._objects, self._multipart, name, memory)
+        except UploadGoneError:
+            upload_bytes(self._objects, self._multipart, name, memory)
+
     def _ranks(self, id: CheckpointId) -> list[int]:
         """The ranks whose shards of a checkpoint are here."""
         return [stored.rank for stored in stored_in(self._objects.names(id.folder))]
@@ -166,9 +172,6 @@ class S3Tier:
                 return
             self._publisher.publish(id, record.world, Source(record, memory))
         except TierError as error:
-            with suppress(TierError):
-                if self._publisher.published(id):
-                    return  # another engine came first, and has taken our uploads away
             raise TierError(f"checkpoint {id} is whole, but its files are not: {error}") from error
 
 
