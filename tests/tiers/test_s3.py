@@ -203,15 +203,16 @@ def requests() -> Iterator[list[str]]:
 
 
 def test_a_writer_killed_at_any_request(weed: seaweed.Server, place: str) -> None:
-    """Before each of its requests in turn: what is listed is whole, and a retry completes it."""
+    """Before each request that changes something: what is listed is whole, a retry completes it."""
     here, store = tier(weed, place), objects(weed, place)
     last = shard(7, 1, 2, **SIZES)
     with short_parts():
         here.put(*shard(7, 0, 2, **SIZES))
         with requests() as seen:
             here.put(*last)
-        assert len(seen) > 12
-        for number in range(1, len(seen) + 1):
+        points = [n for n, op in enumerate(seen, 1) if op not in ("list", "head", "get")]
+        assert len(points) > 10
+        for number in points:
             store.delete([n for n in store.names() if "shard-0" not in n])
             env = {**weed.environment, ENV: f"s3:kill@{number}"}
             killed = ranks.spawn(write, 1, place, 7, 2, SIZES, 1, env=env, expect_errors=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ HOST = "127.0.0.1"
 REGION = "us-east-1"
 KEY = Credentials(access_key="tester", secret_key="not-a-secret")  # noqa: S106 - of a loopback server
 _SERVICES = ("master", "volume", "filer", "s3")
+_PORTS = range(12000, 32000)
+_TRIES = 3
 _START_TIMEOUT = 30.0
 _STOP_TIMEOUT = 10.0
 
@@ -211,12 +214,25 @@ class Server:
 @contextmanager
 def serve(folder: Path) -> Iterator[Server]:
     """A running server for the length of a block."""
-    server = Server(folder)
+    server = _started(folder)
     try:
-        server.start()
         yield server
     finally:
         server.stop()
+
+
+def _started(folder: Path) -> Server:
+    """A server on ports that nobody took between choosing and using them."""
+    for left in range(_TRIES, 0, -1):
+        server = Server(folder / str(left))
+        try:
+            server.start()
+        except DeadlineError:
+            if left == 1:
+                raise
+        else:
+            return server
+    raise AssertionError("no tries")
 
 
 def _names() -> list[str]:
@@ -224,9 +240,14 @@ def _names() -> list[str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """All taken at once, so that no two are the same."""
+    """All taken at once, so that no two are the same; none that outgoing connections may get."""
+    found: list[int] = []
     with ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((HOST, 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        for port in random.sample(_PORTS, len(_PORTS)):
+            one = opened.enter_context(socket.socket())
+            with suppress(OSError):
+                one.bind((HOST, port))
+                found.append(port)
+            if len(found) == count:
+                break
+    return found
