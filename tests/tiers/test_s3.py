@@ -20,17 +20,18 @@ import torch
 
 from sapwood.errors import CheckpointError, ConfigError, TierError
 from sapwood.runtime.faults import ENV
+from sapwood.state.shards import Shard
 from sapwood.testing import faults, ranks, seaweed
 from sapwood.tiers.base import Stored, verify
 from sapwood.tiers.make import make_tiers
-from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.record import CheckpointId, describe
 from sapwood.tiers.s3 import S3Tier, parts, upload
 from sapwood.tiers.s3.multipart import Multipart
 from sapwood.tiers.s3.objects import Objects
 from sapwood.tiers.s3.sigv4 import Credentials
 from sapwood.tiers.spec import NodeMap, TierSpec
 from tests.tiers import contract
-from tests.tiers.shards import ATTEMPT, plan, shard
+from tests.tiers.shards import ATTEMPT, fill, plan, shard
 
 SIZES = {"large": 1_340_000, "state": 64}
 """A slice a little longer than S3's shortest part, in one of the files."""
@@ -142,6 +143,29 @@ def test_no_file_before_the_last_shard(weed: seaweed.Server, place: str) -> None
     here.put(*shard(7, 1, 3))
     names = {n.rpartition("/")[2] for n in objects(weed, place).names()}
     assert {"manifest.json", "model.safetensors", "optimizer.safetensors"} < names
+
+
+def test_a_rank_that_saves_nothing(weed: seaweed.Server, place: str) -> None:
+    """As all but one of them in mode ``single``."""
+    alone = plan(1)
+    empty = Shard(1, ())
+    here = tier(weed, place)
+    for mine, data in ((empty, b""), (alone.shards[0], fill(alone, 0, 7))):
+        here.put(
+            describe(
+                id=ID,
+                world=2,
+                catalog=alone.catalog,
+                shard=mine,
+                data=data,
+                created=1.0,
+                extras={},
+            ),
+            data,
+        )
+    assert list(here.shards()) == [Stored(ID, 0), Stored(ID, 1)]
+    assert verify_all(here, Stored(ID, 1)) == 0
+    assert here.verify_files(ID) > alone.catalog.nbytes
 
 
 def test_writers_of_the_same_shards_at_the_same_time(weed: seaweed.Server, place: str) -> None:
@@ -292,6 +316,27 @@ def test_damage_is_found(weed: seaweed.Server, place: str, name: str) -> None:
         here.open(Stored(ID, 0))
     here.put(record, memory)
     assert verify_all(here, Stored(ID, 0)) == record.nbytes
+
+
+@pytest.mark.parametrize("at", [9, 5_000, -9])
+def test_damage_to_a_published_file_is_found(weed: seaweed.Server, place: str, at: int) -> None:
+    here, store = tier(weed, place), objects(weed, place)
+    with pytest.raises(CheckpointError, match="not whole"):
+        here.verify_files(ID)
+    for rank in range(2):
+        here.put(*shard(7, rank, 2))
+    name = f"{ID.folder}/model.safetensors"
+    content = bytearray(store.get(name))
+    assert here.verify_files(ID) > len(content)
+    content[at] ^= 0x04
+    store.put(name, bytes(content))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        here.verify_files(ID)
+    store.put(name, bytes(content[:-1]))
+    with pytest.raises(CheckpointError, match="truncated"):
+        here.verify_files(ID)
+    assert here.publish(ID)
+    check_files(store, ID, 2, {})
 
 
 def test_a_server_that_hangs(weed: seaweed.Server, place: str) -> None:

@@ -213,12 +213,13 @@ class Server:
 
 @contextmanager
 def serve(folder: Path) -> Iterator[Server]:
-    """A running server for the length of a block."""
+    """A running server for the length of a block; its folder is removed at the end."""
     server = _started(folder)
     try:
         yield server
     finally:
         server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _started(folder: Path) -> Server:

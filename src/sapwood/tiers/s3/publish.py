@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
 from sapwood.state.catalog import FileLayout
 from sapwood.tiers.base import Stored
-from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.digest import matches
+from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart, UploadGoneError
 from sapwood.tiers.s3.objects import Objects
 from sapwood.tiers.s3.parts import HEADER, Part, plan_parts
@@ -26,6 +27,8 @@ from sapwood.tiers.s3.upload import upload
 __all__ = ["Publisher", "Source", "data_name", "record_name", "stored_in"]
 
 FORMAT = "sapwood-checkpoint/1"
+_AT_ONCE = 8
+"""Ranges verified together."""
 _RECORD = re.compile(r"shard-(\d+)\.json")
 
 
@@ -101,6 +104,44 @@ class Publisher:
         self._objects.create(f"{id.folder}/manifest.json", _manifest(first))
         # Now all other uploads for this checkpoint are of engines that died, or came second.
         self.abort_uploads(id)
+
+    def verify(self, id: CheckpointId, world: int) -> int:
+        """Read the files and compare them with the shards' checksums; bytes read.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        records = [self._record(id, rank, None) for rank in range(world)]
+        total = 0
+        for layout in records[0].catalog.layouts.values():
+            name = f"{id.folder}/{layout.filename}"
+            if self._objects.size(name) != layout.size:
+                raise CheckpointError(f"{name} is missing or truncated")
+            header = memoryview(bytearray(len(layout.header)))
+            self._objects.read(name, 0, header)
+            if header != layout.header:
+                raise CheckpointError(f"{name} is damaged: its header is not what it should be")
+            for record in records:
+                parts = [part for part in record.ranges if part.piece.file == layout.file]
+                for start in range(0, len(parts), _AT_ONCE):
+                    self._verify(name, layout, parts[start : start + _AT_ONCE], record.algorithm)
+            total += layout.size
+        return total
+
+    def _verify(
+        self, name: str, layout: FileLayout, parts: Sequence[Range], algorithm: str
+    ) -> None:
+        wanted = [
+            (layout.start(p.piece.name) + p.piece.start + p.start, memoryview(bytearray(p.nbytes)))
+            for p in parts
+        ]
+        self._objects.read_all(name, wanted)
+        for part, (at, data) in zip(parts, wanted, strict=True):
+            if not matches(data, part.digest, algorithm):
+                raise CheckpointError(
+                    f"{name} is damaged: bytes {at} to {at + part.nbytes} ({part.piece.name}) do "
+                    "not match their checksum"
+                )
 
     def abort_uploads(self, id: CheckpointId) -> None:
         """Give up all open uploads of a checkpoint."""

@@ -103,15 +103,21 @@ class S3Tier:
 
         For repair: a checkpoint whose last writer died is whole, but has no files yet.
         """
-        ranks = self._ranks(id)
-        if not ranks:
-            return False
-        with closing(self.open(Stored(id, ranks[0]))) as first:
-            world = first.record.world
-        if not set(range(world)) <= set(ranks):
-            return False
-        self._publisher.publish(id, world)
-        return True
+        world = self._whole(id)
+        if world:
+            self._publisher.publish(id, world)
+        return world > 0
+
+    def verify_files(self, id: CheckpointId) -> int:
+        """Compare the published files with the shards' checksums; bytes read.
+
+        Raises:
+            CheckpointError: a shard is missing, or a file is missing or damaged.
+        """
+        world = self._whole(id)
+        if not world:
+            raise CheckpointError(f"checkpoint {id} is not whole in {self.place}")
+        return self._publisher.verify(id, world)
 
     def shards(self) -> Sequence[Stored]:
         """Every shard whose record is there."""
@@ -162,6 +168,15 @@ class S3Tier:
     def _ranks(self, id: CheckpointId) -> list[int]:
         """The ranks whose shards of a checkpoint are here."""
         return [stored.rank for stored in stored_in(self._objects.names(id.folder))]
+
+    def _whole(self, id: CheckpointId) -> int:
+        """How many ranks saved a checkpoint; 0 if a shard is missing."""
+        ranks = self._ranks(id)
+        if not ranks:
+            return 0
+        with closing(self.open(Stored(id, ranks[0]))) as first:
+            world = first.record.world
+        return world if set(range(world)) <= set(ranks) else 0
 
     def _publish_last(self, record: ShardRecord, memory: memoryview) -> None:
         id = record.id
