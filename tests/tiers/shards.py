@@ -11,7 +11,7 @@ from sapwood.tiers.record import CheckpointId, ShardRecord, describe
 ATTEMPT = "0a1b2c"
 
 
-def catalog(world: int, *, large: int = SMALL_SLICE // 2) -> Catalog:
+def catalog(world: int, *, large: int = SMALL_SLICE // 2, state: int | None = None) -> Catalog:
     """A tensor that is sliced, small ones that are not, an empty one; two files."""
     holders = tuple(range(world))
 
@@ -24,7 +24,7 @@ def catalog(world: int, *, large: int = SMALL_SLICE // 2) -> Catalog:
             entry("model", "small", 3, 5),
             entry("model", "half", 7, dtype="BF16"),
             entry("model", "empty", 0, 4),
-            entry("optimizer", "large/momentum_buffer", world, large),
+            entry("optimizer", "large/momentum_buffer", world, large if state is None else state),
             entry("optimizer", "small/step", dtype="F64"),
         )
     )

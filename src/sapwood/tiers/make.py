@@ -70,4 +70,8 @@ def _make(spec: TierSpec, nodes: NodeMap, keep: Path | None) -> Tier:
     if spec.kind == "parity" and keep is not None:
         scheme = spec.place.partition(":")[0]
         return ParityTier(scheme, nodes, keep, timeout=spec.timeout)
-    raise ConfigError(f"tier {spec.kind!r} is not available yet")
+    if spec.kind == "s3":
+        from sapwood.tiers.s3 import S3Tier  # it imports obstore, which is an extra
+
+        return S3Tier(spec.place)
+    raise ConfigError(f"tier {spec.kind!r} is not known")

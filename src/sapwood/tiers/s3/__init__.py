@@ -1,0 +1,7 @@
+"""The s3 tier: any object store that speaks S3."""
+
+from __future__ import annotations
+
+from sapwood.tiers.s3.tier import S3Shard, S3Tier
+
+__all__ = ["S3Shard", "S3Tier"]

@@ -1,0 +1,225 @@
+"""The published view of a checkpoint: standard safetensors files and a manifest.
+
+Whoever puts the last record of a checkpoint claims this work with an object that only one can
+create, so that ranks that finish together do not all do it. A claim is the rank's: if its engine
+dies, the same rank's next try goes on. Everything here may be done twice, or by two at once: the
+files come out the same bytes, and appear whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sapwood.errors import CheckpointError, TierError
+from sapwood.state.catalog import FileLayout
+from sapwood.tiers.base import Stored
+from sapwood.tiers.digest import matches
+from sapwood.tiers.record import CheckpointId, Range, ShardRecord
+from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart, UploadGoneError
+from sapwood.tiers.s3.objects import Objects
+from sapwood.tiers.s3.parts import HEADER, Part, plan_parts
+from sapwood.tiers.s3.upload import upload
+
+__all__ = ["Publisher", "Source", "data_name", "record_name", "stored_in"]
+
+FORMAT = "sapwood-checkpoint/1"
+_AT_ONCE = 8
+"""Ranges verified together."""
+_RECORD = re.compile(r"shard-(\d+)\.json")
+
+
+def data_name(id: CheckpointId, rank: int) -> str:
+    """The object of a shard's bytes."""
+    return f"{id.folder}/shard-{rank}.bin"
+
+
+def record_name(id: CheckpointId, rank: int) -> str:
+    """The object of a shard's record: it makes the shard be there."""
+    return f"{id.folder}/shard-{rank}.json"
+
+
+def stored_in(names: Iterable[str]) -> list[Stored]:
+    """The shards whose records are among the objects of a tier."""
+    found = []
+    for name in names:
+        folder, _, last = name.partition("/")
+        id, record = CheckpointId.parse(folder), _RECORD.fullmatch(last)
+        if id is not None and record is not None:
+            found.append(Stored(id, int(record[1])))
+    return sorted(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A shard this process has in memory, and need not ask for."""
+
+    record: ShardRecord
+    data: memoryview
+
+
+class Publisher:
+    """Makes the published view from shards that are all there."""
+
+    def __init__(self, objects: Objects, multipart: Multipart) -> None:
+        """It owns neither."""
+        self._objects = objects
+        self._multipart = multipart
+
+    def published(self, id: CheckpointId) -> bool:
+        """Whether the manifest is there."""
+        return self._objects.size(f"{id.folder}/manifest.json") is not None
+
+    def claim(self, id: CheckpointId, rank: int) -> bool:
+        """Whether this rank is the one to publish."""
+        name, mine = f"{id.folder}/claim.json", json.dumps({"rank": rank}).encode()
+        if self._objects.create(name, mine):
+            return True
+        try:
+            return self._objects.get(name) == mine
+        except FileNotFoundError:
+            return False  # the checkpoint is being dropped
+
+    def publish(self, id: CheckpointId, world: int, mine: Source | None = None) -> None:
+        """Make the files, then the manifest; it is no error if they are there.
+
+        Raises:
+            TierError: it could not be done now.
+            CheckpointError: the shards do not belong together.
+        """
+        records = {rank: self._record(id, rank, mine) for rank in range(world)}
+        first = records[0]
+        if any((r.catalog, r.world) != (first.catalog, world) for r in records.values()):
+            raise CheckpointError(f"the shards of checkpoint {id} do not belong together")
+        try:
+            for layout in first.catalog.layouts.values():
+                self._assemble(id, layout, records, mine)
+        except UploadGoneError:
+            if self.published(id):
+                return  # by another engine, which has taken our uploads away
+            raise
+        self._objects.create(f"{id.folder}/manifest.json", _manifest(first))
+        # Now all other uploads for this checkpoint are of engines that died, or came second.
+        self.abort_uploads(id)
+
+    def verify(self, id: CheckpointId, world: int) -> int:
+        """Read the files and compare them with the shards' checksums; bytes read.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        records = [self._record(id, rank, None) for rank in range(world)]
+        total = 0
+        for layout in records[0].catalog.layouts.values():
+            name = f"{id.folder}/{layout.filename}"
+            if self._objects.size(name) != layout.size:
+                raise CheckpointError(f"{name} is missing or truncated")
+            header = memoryview(bytearray(len(layout.header)))
+            self._objects.read(name, 0, header)
+            if header != layout.header:
+                raise CheckpointError(f"{name} is damaged: its header is not what it should be")
+            for record in records:
+                parts = [part for part in record.ranges if part.piece.file == layout.file]
+                for start in range(0, len(parts), _AT_ONCE):
+                    self._verify(name, layout, parts[start : start + _AT_ONCE], record.algorithm)
+            total += layout.size
+        return total
+
+    def _verify(
+        self, name: str, layout: FileLayout, parts: Sequence[Range], algorithm: str
+    ) -> None:
+        wanted = [
+            (layout.start(p.piece.name) + p.piece.start + p.start, memoryview(bytearray(p.nbytes)))
+            for p in parts
+        ]
+        self._objects.read_all(name, wanted)
+        for part, (at, data) in zip(parts, wanted, strict=True):
+            if not matches(data, part.digest, algorithm):
+                raise CheckpointError(
+                    f"{name} is damaged: bytes {at} to {at + part.nbytes} ({part.piece.name}) do "
+                    "not match their checksum"
+                )
+
+    def abort_uploads(self, id: CheckpointId) -> None:
+        """Give up all open uploads of a checkpoint."""
+        for one in self._multipart.open_uploads(id.folder):
+            self._multipart.abort(one.name, one.upload)
+
+    def _record(self, id: CheckpointId, rank: int, mine: Source | None) -> ShardRecord:
+        if mine is not None and mine.record.rank == rank:
+            return mine.record
+        name = record_name(id, rank)
+        try:
+            return ShardRecord.decode(self._objects.get(name), name)
+        except FileNotFoundError as error:
+            raise TierError(f"cannot publish checkpoint {id}: {name} is gone") from error
+
+    def _assemble(
+        self,
+        id: CheckpointId,
+        layout: FileLayout,
+        records: Mapping[int, ShardRecord],
+        mine: Source | None,
+    ) -> None:
+        name = f"{id.folder}/{layout.filename}"
+        gather = _Gather(id, layout, self._objects, mine)
+        parts = plan_parts(layout, {rank: r.shard for rank, r in records.items()})
+        if len(parts) == 1:
+            self._objects.put(name, gather.bytes(parts[0]))
+            return
+        sources = [_source(id, part, gather) for part in parts]
+        upload(self._multipart, name, sources)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """Brings together the bytes of a part that the server cannot copy."""
+
+    id: CheckpointId
+    layout: FileLayout
+    objects: Objects
+    mine: Source | None
+
+    def bytes(self, part: Part) -> memoryview:
+        memory = memoryview(bytearray(part.nbytes))
+        elsewhere: dict[int, list[tuple[int, memoryview]]] = {}
+        at = 0
+        for run in part.runs:
+            out = memory[at : at + run.nbytes]
+            at += run.nbytes
+            if run.rank == HEADER:
+                out[:] = self.layout.header[run.at : run.at + run.nbytes]
+            elif self.mine is not None and self.mine.record.rank == run.rank:
+                out[:] = self.mine.data[run.at : run.at + run.nbytes]
+            else:
+                elsewhere.setdefault(run.rank, []).append((run.at, out))
+        for rank, wanted in elsewhere.items():
+            name = data_name(self.id, rank)
+            try:
+                self.objects.read_all(name, wanted)
+            except FileNotFoundError as error:
+                raise TierError(f"cannot publish checkpoint {self.id}: {name} is gone") from error
+        return memory
+
+
+def _source(id: CheckpointId, part: Part, gather: _Gather) -> DataPart | CopyPart:
+    if not part.copied:
+        return DataPart(lambda: gather.bytes(part))
+    run = part.runs[0]
+    return CopyPart(data_name(id, run.rank), run.at, run.nbytes)
+
+
+def _manifest(record: ShardRecord) -> bytes:
+    files = {one.filename: one.size for one in record.catalog.layouts.values()}
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "step": record.id.step,
+        "attempt": record.id.attempt,
+        "world": record.world,
+        "files": files,
+        "shards": [f"shard-{rank}.json" for rank in range(record.world)],
+    }
+    return json.dumps(content, indent=1).encode()
