@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -14,6 +14,9 @@ from sapwood.cli.verbs.ckpt.words import size
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Entry
 from sapwood.tiers.record import ShardRecord
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["inspect"]
 
@@ -58,35 +61,51 @@ def inspect(
 def _show(found: Checkpoint, record: ShardRecord, chosen: Sequence[Entry]) -> None:
     from rich.text import Text
 
-    from sapwood.cli.output import console, table
+    from sapwood.cli.output import console
 
     out = console()
-    rows = table("file", "tensor", "dtype", "shape", "size", right=("size",))
-    for entry in chosen:
-        shape = Text(f"[{', '.join(map(str, entry.shape))}]")
-        rows.add_row(entry.file, Text(entry.name), entry.dtype, shape, size(entry.nbytes))
-    out.print(
-        f"checkpoint {found.id}: {found.state}, {size(found.nbytes)} in {record.world} shards"
-    )
-    out.print()
-    out.print(rows)
-    out.print()
-    totals = table("file", "tensors", "size", right=("tensors", "size"))
-    for file, (count, nbytes) in _totals(record).items():
-        totals.add_row(f"{file}.safetensors", str(count), size(nbytes))
-    out.print(totals)
-    out.print()
-    shards = table(
-        "shard", "size", "share", "pieces", "where", right=("shard", "size", "share", "pieces")
-    )
-    for row in _shards(found):
-        share = f"{row['share']:.0%}"
-        where = Text(", ".join(row["places"]))
-        shards.add_row(str(row["rank"]), size(row["bytes"]), share, str(row["pieces"]), where)
-    out.print(shards)
+    facts = f"{found.state}, {size(found.nbytes)} in {record.world} shards"
+    out.print(f"checkpoint {found.id}: {facts}", markup=False)
+    for part in (_tensor_table(chosen), _file_table(record), _shard_table(found)):
+        out.print()
+        out.print(part)
     out.print()
     for name, value in _extras(found).items():
         out.print(Text(f"{name}: {_words(value)}"))
+
+
+def _tensor_table(chosen: Sequence[Entry]) -> Table:
+    from rich.text import Text
+
+    from sapwood.cli.output import table
+
+    made = table("file", "tensor", "dtype", "shape", "size", right=("size",))
+    for entry in chosen:
+        shape = Text(f"[{', '.join(map(str, entry.shape))}]")
+        made.add_row(entry.file, Text(entry.name), entry.dtype, shape, size(entry.nbytes))
+    return made
+
+
+def _file_table(record: ShardRecord) -> Table:
+    from sapwood.cli.output import table
+
+    made = table("file", "tensors", "size", right=("tensors", "size"))
+    for file, (count, nbytes) in _totals(record).items():
+        made.add_row(f"{file}.safetensors", str(count), size(nbytes))
+    return made
+
+
+def _shard_table(found: Checkpoint) -> Table:
+    from rich.text import Text
+
+    from sapwood.cli.output import table
+
+    numbers = ("shard", "size", "share", "pieces")
+    made = table(*numbers, "where", right=numbers)
+    for row in _shards(found):
+        cells = (str(row["rank"]), size(row["bytes"]), f"{row['share']:.0%}", str(row["pieces"]))
+        made.add_row(*cells, Text(", ".join(row["places"])))
+    return made
 
 
 def _totals(record: ShardRecord) -> dict[str, tuple[int, int]]:

@@ -136,9 +136,9 @@ def _finishing(mine: Checkpoint) -> Iterator[_Step]:
     """Publish a draft that has everything; only tiers that publish know how."""
     if not mine.whole:
         return
-    for left in mine.leftovers:
+    for left in mine.drafts:
         finish = getattr(left.place.tier, "finish", None)
-        if finish is not None and left.path.name == f"{mine.id.folder}.partial":
+        if finish is not None:
             yield _Step(f"finish {mine.id} in {left.place.label}", partial(finish, mine.id))
 
 
@@ -160,7 +160,7 @@ def _clearing(
 
 def _holds_shards(left: Leftover, mine: Checkpoint) -> bool:
     """Whether shards that count are in there: those of a draft whose other ranks never came."""
-    return left.path.suffix == ".partial" and any(c.place is left.place for c in mine.copies)
+    return left in mine.drafts and any(c.place.folder == left.place.folder for c in mine.copies)
 
 
 def _removal(left: Leftover) -> Callable[[], None]:

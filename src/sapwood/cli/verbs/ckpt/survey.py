@@ -68,6 +68,16 @@ class Checkpoint:
         return [c for c in self.copies if c.problem is not None]
 
     @property
+    def drafts(self) -> list[Leftover]:
+        """Where its shards are still in a draft, which other tools do not take for a checkpoint."""
+        name = self.id.folder
+        return [
+            left
+            for left in self.leftovers
+            if left.path.name == f"{name}.partial" and not left.path.with_name(name).exists()
+        ]
+
+    @property
     def whole(self) -> bool:
         """Whether every shard is in some place; their bytes were not read."""
         return self.any_record is not None and not self.missing
@@ -79,7 +89,8 @@ class Checkpoint:
             return "partial"
         bad = sorted({c.rank for c in self.damaged})
         if self.whole:
-            return "whole" if not bad else f"whole, a copy of {_shards(bad)} damaged"
+            notes = [f"a copy of {_shards(bad)} damaged"] if bad else []
+            return ", ".join(["whole", *notes, *(["not published"] if self.drafts else [])])
         lost = sorted(set(self.missing) - set(bad))
         words = [f"{_shards(bad)} damaged"] if bad else []
         return ", ".join(words + ([f"{_shards(lost)} missing"] if lost else []))
