@@ -58,7 +58,7 @@ def find_tiers(place: str) -> list[Place]:
             f"there is no folder {folder} here; give the place the checkpoints are in: the folder "
             "of the checkpointer, the local folder of a node, or s3://bucket/prefix"
         )
-    found = [made for home in _homes(folder, _DEPTH) for made in _tiers_in(home)]
+    found = [_place(home) for home in _homes(folder, _DEPTH)]
     if not found:
         raise CheckpointError(
             f"no checkpoints in {folder}: neither it nor the folders below it hold any "
@@ -87,13 +87,11 @@ def _homes(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _homes(folder / name, depth - 1)
 
 
-def _tiers_in(home: Path) -> Iterator[Place]:
+def _place(home: Path) -> Place:
     """A node's shards lie as captured (``shard-0.bin``); elsewhere they are put together."""
     inside = [entry for entry in home.iterdir() if checkpoint_of(entry.name) is not None]
-    as_captured = [any(entry.glob("shard-*.bin")) for entry in inside]
-    if any(as_captured):
-        yield Place(LocalTier(home), str(home), home)
-    if not all(as_captured):
-        (tier,) = make_tiers([TierSpec(kind="external", place=str(home))], _HERE)
-        if not (any(as_captured) and isinstance(tier, LocalTier)):
-            yield Place(tier, str(home), home)
+    together = any(any(entry.glob("*.safetensors")) for entry in inside)
+    if not together and any(any(entry.glob("shard-*.bin")) for entry in inside):
+        return Place(LocalTier(home), str(home), home)
+    (tier,) = make_tiers([TierSpec(kind="external", place=str(home))], _HERE)
+    return Place(tier, str(home), home)

@@ -212,7 +212,7 @@ def _copy(place: Place, stored: Stored) -> Copy:
 
 
 def _leftovers(places: Sequence[Place], found: Iterable[Checkpoint]) -> list[Leftover]:
-    """What no tier counts; of a folder that has two tiers, neither may."""
+    """What is in the folders but no tier counts."""
     counted = {(c.place.folder, one.id.folder) for one in found for c in one.copies}
     left = []
     for folder, place in {p.folder: p for p in places if p.folder is not None}.items():
