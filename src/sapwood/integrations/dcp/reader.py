@@ -34,7 +34,7 @@ class SapwoodReader(StorageReader):
 
     Args:
         place: the writer's folder; DCP's ``checkpoint_id`` takes its place.
-        save: the name of one save, such as ``dcp-00000003-77b0aa``, in place of the newest.
+        save: the name of one save, such as ``dcp-00000003``, in place of the newest.
     """
 
     def __init__(self, place: str | os.PathLike[str], *, save: str | None = None) -> None:

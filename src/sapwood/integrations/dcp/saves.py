@@ -1,9 +1,9 @@
 """The folders of a place: one per save, and what is on its way to be one.
 
-    ckpts/incoming/3f9a1c….bin      what a rank writes; nobody reads it
-    ckpts/dcp-00000002-3f9a1c/      a save: rank-0.bin ..., and manifest.json, which was made last
-    ckpts/dcp-00000003-77b0aa.partial/   a save being put together
-    ckpts/dcp-00000001-3f9a1c.dropped/   one being removed
+    ckpts/incoming/3f9a1c….bin    what a rank writes; nobody reads it
+    ckpts/dcp-00000002/           a save: rank-0.bin ..., and manifest.json, which was made last
+    ckpts/dcp-00000003.partial/   a save being put together
+    ckpts/dcp-00000001.dropped/   one being removed
 
 Ranks need not agree on a name before they write: the coordinator moves their files together.
 """
@@ -11,7 +11,6 @@ Ranks need not agree on a name before they write: the coordinator moves their fi
 from __future__ import annotations
 
 import re
-import secrets
 import shutil
 import time
 from contextlib import suppress
@@ -20,11 +19,11 @@ from pathlib import Path
 from sapwood.errors import ConfigError
 from sapwood.tiers.files import Files
 
-__all__ = ["INCOMING", "MANIFEST", "clear_leftovers", "drop", "new_name", "place_of", "saves"]
+__all__ = ["INCOMING", "MANIFEST", "claim", "clear_leftovers", "drop", "place_of", "saves"]
 
 INCOMING = "incoming"
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"dcp-(\d{8,})-([0-9a-f]{6})")
+_NAME = re.compile(r"dcp-(\d{8,})(\.\w+)?")
 _LEFTOVER_SECONDS = 3600.0  # what nobody has touched for so long belongs to a save that died
 
 
@@ -42,19 +41,30 @@ def place_of(place: object) -> Path:
 
 def saves(place: Path) -> list[str]:
     """The names of published saves, newest first."""
+    return [name for _, name, rest in sorted(_entries(place), reverse=True) if not rest]
+
+
+def claim(place: Path, files: Files) -> str:
+    """Make the draft folder of a new save, newer than all there are; the save's name."""
+    files.make_folder(place)
+    number = max((number for number, _, _ in _entries(place)), default=0)
+    while True:
+        number += 1
+        try:
+            (place / f"dcp-{number:08d}.partial").mkdir()
+        except FileExistsError:  # another save, at this very moment
+            continue
+        files.sync_folder(place)
+        return f"dcp-{number:08d}"
+
+
+def _entries(place: Path) -> list[tuple[int, str, str]]:
+    """Number, name, and what follows the name of all that are or were saves."""
     try:
         names = [entry.name for entry in place.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(int(m[1]), m[2], name) for name in names if (m := _NAME.fullmatch(name))]
-    return [name for _, _, name in sorted(found, reverse=True)]
-
-
-def new_name(place: Path) -> str:
-    """A name that is newer than all there are, and nobody else's."""
-    newest = _NAME.fullmatch(next(iter(saves(place)), ""))
-    number = int(newest[1]) + 1 if newest else 1
-    return f"dcp-{number:08d}-{secrets.token_hex(3)}"
+    return [(int(m[1]), name, m[2] or "") for name in names if (m := _NAME.fullmatch(name))]
 
 
 def drop(place: Path, name: str, files: Files) -> None:

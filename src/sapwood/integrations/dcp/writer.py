@@ -34,6 +34,9 @@ _ALIGNMENT = 64
 class SapwoodWriter(StorageWriter):
     """For ``dcp.save`` and ``dcp.async_save``: every save is a new folder in a place.
 
+    Of saves that overlap, the one that ends last counts as the newest; DCP asks to wait for the
+    future of one before the next is begun.
+
     Args:
         place: a folder that all ranks share; DCP's ``checkpoint_id`` takes its place.
         keep: how many saves to keep there, the new one included; None keeps all. Older ones go
@@ -119,9 +122,8 @@ class SapwoodWriter(StorageWriter):
             ) from error
 
     def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        name = saves.new_name(self.place)
+        name = saves.claim(self.place, self._files)
         partial = self.place / f"{name}.partial"
-        self._files.make_folder(partial)
         items: list[Item] = []
         sizes: dict[str, int] = {}
         for number, theirs in enumerate(r for r in results if r):

@@ -12,7 +12,7 @@ from sapwood.cli.verbs.ckpt.content import Content, choose
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE
 from sapwood.cli.verbs.ckpt.survey import find_one
 from sapwood.cli.verbs.ckpt.words import progress, size
-from sapwood.state.catalog import Entry
+from sapwood.state.catalog import Catalog, Entry
 
 if TYPE_CHECKING:
     from sapwood.cli.verbs.ckpt.numbers import Difference
@@ -77,10 +77,8 @@ def diff(
 
 
 def _chosen(left: Content, right: Content, pattern: str | None) -> list[Entry]:
-    every = {**right.catalog.by_key, **left.catalog.by_key}
-    order = {key: n for n, key in enumerate([*left.catalog.by_key, *right.catalog.by_key][::-1])}
-    entries = sorted(every.values(), key=lambda e: -order[e.key])
-    return choose(type(left.catalog)(tuple(entries)), pattern)
+    more = (e for key, e in right.catalog.by_key.items() if key not in left.catalog.by_key)
+    return choose(Catalog((*left.catalog.entries, *more)), pattern)
 
 
 def _row(entry: Entry, left: Content, right: Content, advance: Callable[[int], None]) -> _Row:
@@ -141,9 +139,8 @@ def _cells(row: _Row) -> tuple[Any, ...]:
         return "", "", "", Text(f"{entry.dtype} {list(entry.shape)} in A, {there} in B")
     if apart is None:
         return "", size(entry.nbytes), "", ""
-    count = entry.nbytes and f"{apart.elements}"
     note = f"{apart.not_numbers} not finite" if apart.not_numbers else ""
-    return count, size(apart.nbytes), f"{apart.largest:.3g}", note
+    return str(apart.elements), size(apart.nbytes), f"{apart.largest:.3g}", note
 
 
 def _plain(row: _Row) -> dict[str, Any]:
