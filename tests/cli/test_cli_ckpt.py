@@ -402,6 +402,22 @@ def test_repair_removes_what_dead_attempts_left(capsys):
     assert "all sound" in told(capsys, "verify")
 
 
+def test_repair_leaves_alone_what_it_does_not_know(capsys):
+    save("ckpts", 5)
+    save("ckpts/nodes/n0/kept/partner", 5, ranks=[1])
+    fragment = Path("ckpts/nodes/n0/kept/parity", name(5), "0-of-3.bin")
+    notes = Path("ckpts", name(1), "notes.txt")
+    hidden = Path("ckpts/.old", name(1), "shard-0.bin")
+    for path in (fragment, notes, hidden):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"precious")
+        age(path.parent)
+    assert "nothing to do" in told(capsys, "repair", "--incomplete", "--yes")
+    assert all(path.exists() for path in (fragment, notes, hidden))
+    (row,) = ask(capsys, "ls")
+    assert [p["tier"] for p in row["places"].values()] == ["local", "partner"]
+
+
 def test_repair_copies_lost_and_damaged_shards_back(capsys):
     save("ckpts", 5, 10)
     save("scratch/n0", 5, 10, ranks=[0])

@@ -17,7 +17,8 @@ from sapwood.tiers.spec import NodeMap, TierSpec
 __all__ = ["DEFAULT_PLACE", "Place", "checkpoint_of", "find_places", "find_tiers"]
 
 DEFAULT_PLACE = "ckpts"
-_DEPTH = 3  # a run's folder, its ckpts/, nodes/, a node
+_DEPTH = 5  # from a run's folder: ckpts/nodes/<node>/kept/partner
+_PARTNER, _PARITY = "partner", "parity"
 _HERE = NodeMap(node="cli", rank_nodes=("cli",))
 
 
@@ -83,7 +84,8 @@ def _homes(folder: Path, depth: int) -> Iterator[Path]:
         yield folder
     if depth:
         for name in children:
-            if name not in inside:
+            # Parity is fragments, of which only the nodes' engines together make shards.
+            if name not in inside and name != _PARITY and not name.startswith("."):
                 yield from _homes(folder / name, depth - 1)
 
 
@@ -92,6 +94,7 @@ def _place(home: Path) -> Place:
     inside = [entry for entry in home.iterdir() if checkpoint_of(entry.name) is not None]
     together = any(any(entry.glob("*.safetensors")) for entry in inside)
     if not together and any(any(entry.glob("shard-*.bin")) for entry in inside):
-        return Place(LocalTier(home), str(home), home)
+        name = _PARTNER if home.name == _PARTNER else "local"
+        return Place(LocalTier(home, name=name), str(home), home)
     (tier,) = make_tiers([TierSpec(kind="external", place=str(home))], _HERE)
     return Place(tier, str(home), home)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -15,6 +16,9 @@ from sapwood.tiers.base import Stored
 from sapwood.tiers.record import CheckpointId, ShardRecord
 
 __all__ = ["Checkpoint", "Copy", "Leftover", "find", "find_one", "split", "survey"]
+
+_OURS = re.compile(r"shard-\d+\.(bin|json)|.+\.safetensors|manifest\.json|\..+\.draft-.+")
+"""What tiers put into the folder of a checkpoint; anything else is somebody's, and stays."""
 
 
 @dataclass(frozen=True)
@@ -220,17 +224,22 @@ def _leftovers(places: Sequence[Place], found: Iterable[Checkpoint]) -> list[Lef
             for entry in sorted(folder.iterdir()):
                 if checkpoint_of(entry.name) is None:
                     continue
-                paths = [entry] if (folder, entry.name) not in counted else _drafts(entry)
+                paths = _uncounted(entry, counted=(folder, entry.name) in counted)
                 left += [Leftover(place, path, time.time() - _changed(path)) for path in paths]
         except OSError as error:
             raise TierError(f"cannot list {folder}: {error.strerror or error}") from error
     return left
 
 
-def _drafts(entry: Path) -> list[Path]:
-    with suppress(FileNotFoundError):  # it was removed just now
-        return sorted(path for path in entry.iterdir() if ".draft-" in path.name)
-    return []
+def _uncounted(entry: Path, *, counted: bool) -> list[Path]:
+    """Drafts in a checkpoint that counts, or all of one that does not, if nothing foreign is in."""
+    try:
+        inside = sorted(entry.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # it was removed just now, or is no checkpoint
+        return []
+    if counted:
+        return [path for path in inside if ".draft-" in path.name]
+    return [entry] if all(_OURS.fullmatch(path.name) for path in inside) else []
 
 
 def _changed(path: Path) -> float:
