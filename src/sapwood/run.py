@@ -249,6 +249,10 @@ class Run:
         """Counts and times of the engine."""
         return self._engine.stats
 
+    def fence_wait(self, owner: str) -> float:
+        """Seconds updates have waited so far for the holds of a subscriber."""
+        return self._engine.stats.fence_seconds.get(owner, 0.0)
+
     def generation(self, name: str) -> int:
         """How often the parameter ``name`` was updated in this run."""
         return self._engine.generation(name)

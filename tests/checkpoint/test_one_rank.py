@@ -133,3 +133,18 @@ def test_tensors_that_are_replaced_are_not_saved_stale(tmp_path: Path) -> None:
         c.restore(3)
         assert same(training.state(), kept)
     training.close()
+
+
+def test_saving_by_hand_between_steps_that_are_due(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    with sapwood.Checkpointer(
+        training.run, tmp_path / "ckpts", every=2, keep=None, engine="sync", drain_timeout=20.0
+    ) as c:
+        for step in range(1, 7):
+            training.step()
+            if step % 2:
+                c.save()
+        c.wait()
+        assert sorted(s.id.step for s in c.stats.saves) == [1, 2, 3, 4, 5, 6]
+        assert c.stats.skipped == []
+    training.close()

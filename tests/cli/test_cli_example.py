@@ -5,7 +5,8 @@ from pathlib import Path
 from sapwood.cli.folders import list_runs
 from tests.cli.helpers import sapwood
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "01_plain_loop.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "01_plain_loop.py"
 
 
 def test_the_first_example_learns_on_two_ranks(tmp_path):
@@ -16,3 +17,14 @@ def test_the_first_example_learns_on_two_ranks(tmp_path):
     assert "2 ranks, 40 steps" in summary
     (run,) = list_runs(tmp_path / "runs")
     assert (run.state, run.ranks, run.step) == ("ended", 2, 40)
+
+
+def test_the_checkpoint_example_goes_on_where_it_was_on_any_number_of_ranks(tmp_path):
+    script = str(EXAMPLES / "02_checkpoint.py")
+    done = sapwood("run", "-n", "2", script, "--steps", "20", "--every", "5", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "2 ranks, from step 0"
+    assert "4 checkpoints" in done.stdout
+    done = sapwood("run", "-n", "1", script, "--steps", "24", "--every", "4", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "1 ranks, from step 20"

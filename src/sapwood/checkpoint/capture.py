@@ -21,6 +21,7 @@ from sapwood.checkpoint.staging import Batch, Staging
 from sapwood.events import Hold, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.worker import Worker
+from sapwood.trace import OFF, Tracer
 
 __all__ = ["MODES", "Backward", "Capture", "Lazy", "make_capture"]
 
@@ -34,10 +35,15 @@ class Capture:
     mode = "sharded"
 
     def __init__(
-        self, staging: Staging, parameters: Iterable[str], done: Callable[[Capture], None]
+        self,
+        staging: Staging,
+        parameters: Iterable[str],
+        done: Callable[[Capture], None],
+        trace: Tracer = OFF,
     ) -> None:
         """``done`` is called once everything is copied, on whichever thread copied last."""
         self.staging = staging
+        self._trace = trace
         self.copy_seconds = 0.0
         """Time spent copying, on all threads: the paper's preparation."""
         self.blocking_seconds = 0.0
@@ -69,9 +75,11 @@ class Capture:
 
     def _copy(self, batch: Batch) -> None:
         faults.point("checkpoint.copy")
-        start = time.perf_counter()
+        start = time.perf_counter_ns()
         batch.copy()
-        self.copy_seconds += time.perf_counter() - start
+        end = time.perf_counter_ns()
+        self.copy_seconds += (end - start) / 1e9
+        self._trace.complete("ckpt_copy", start, end, lane="ckpt", bytes=batch.nbytes)
 
     def _copy_rest(self) -> None:
         self._copy(self.staging.of_parameters(self._claim(list(self._left))))
@@ -99,9 +107,10 @@ class Lazy(Capture):
         parameters: Iterable[str],
         done: Callable[[Capture], None],
         worker: Worker,
+        trace: Tracer = OFF,
     ) -> None:
         """``worker`` copies; an update that comes first does it in its place."""
-        super().__init__(staging, parameters, done)
+        super().__init__(staging, parameters, done, trace)
         self._worker = worker
         self._held: list[_Held] = []
         self._counting = threading.Lock()
@@ -183,10 +192,11 @@ def make_capture(
     parameters: Iterable[str],
     done: Callable[[Capture], None],
     worker: Worker,
+    trace: Tracer = OFF,
 ) -> Capture:
     """A capture of the given mode (``single`` differs from ``sharded`` only in its plan)."""
     if mode == "lazy":
-        return Lazy(staging, parameters, done, worker)
+        return Lazy(staging, parameters, done, worker, trace)
     if mode == "backward":
-        return Backward(staging, parameters, done)
-    return Capture(staging, parameters, done)
+        return Backward(staging, parameters, done, trace)
+    return Capture(staging, parameters, done, trace)

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sapwood.buffers import Arena
 from sapwood.checkpoint.apply import apply
 from sapwood.checkpoint.auto import ModeChoice, StepClock
-from sapwood.checkpoint.capture import Capture, make_capture
+from sapwood.checkpoint.capture import OWNER, Capture, make_capture
+from sapwood.checkpoint.choose import choose_tiers
 from sapwood.checkpoint.commit import Commit
 from sapwood.checkpoint.contents import Contents, collect
 from sapwood.checkpoint.engine import Durable, Engine, Failed, Freed, Job, Progress, start_engine
@@ -30,7 +31,7 @@ from sapwood.checkpoint.retention import Policy, last
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.checkpoint.staging import Staging
-from sapwood.errors import CheckpointError
+from sapwood.errors import CheckpointError, ConfigError
 from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.settings import UNSET, resolve
@@ -45,6 +46,8 @@ __all__ = ["Checkpointer"]
 log = logging.getLogger(__name__)
 _ARENAS = 2
 _COMMIT_PATIENCE = 10.0
+# How much a node's disk must hold for tiers="auto": weights and two states of Adam, four times.
+_OPTIMIZER_STATES, _LOCAL_CHECKPOINTS = 3, 4
 _SHARED = ("external", "s3")
 
 
@@ -55,7 +58,8 @@ class Checkpointer:
         run: the run.
         place: a folder, or ``s3://bucket/prefix``.
         tiers: where checkpoints go, cheapest first, such as ``("memory", "local:/scratch",
-            "partner", "parity:4+2", "external")``; by default memory and ``place``.
+            "partner", "parity:4+2", "external")``; by default memory and ``place``. With "auto" a
+            short test looks for a fast disk of the node.
         shared: what else to save, by name: anything with ``state_dict`` and ``load_state_dict``
             that is the same on every rank. Schedulers of the run are saved anyway.
         own: the same for what differs from rank to rank, such as a reader's position in the data.
@@ -75,7 +79,7 @@ class Checkpointer:
         run: RunHandle,
         place: str | Path = "ckpts",
         *,
-        tiers: Sequence[str | TierSpec] | None = None,
+        tiers: Sequence[str | TierSpec] | Literal["auto"] | None = None,
         shared: Mapping[str, Stateful] | None = None,
         own: Mapping[str, Stateful] | None = None,
         on_captured: Callable[[SaveReport], None] | None = None,
@@ -90,12 +94,14 @@ class Checkpointer:
         self.settings = resolve(CheckpointSettings, "checkpoint", given).value
         self.stats = CheckpointStats()
         self.metrics: dict[str, float] = {}
-        self.specs = tier_specs(place, tiers)
         self._run = run
+        self._nodes = find_nodes(run.group)
+        if isinstance(tiers, str):
+            tiers = self._choose(tiers, place)
+        self.specs = tier_specs(place, tiers)
         self._extras = Extras({**_schedulers(run), **(shared or {})}, own or {})
         self._on_captured, self._on_durable = on_captured, on_durable
         self._attempt = run.group.share_text("checkpoint attempt", secrets.token_hex(3))
-        self._nodes = find_nodes(run.group)
         self._schedule = Schedule(
             run.group,
             self.settings.every,
@@ -112,6 +118,7 @@ class Checkpointer:
         self._capture: Capture | None = None
         self._capture_step = 0
         self._saved = 0
+        self._waited = 0.0
         self._closed = False
         self._worker = Worker("sapwood-capture")
         leads = self._nodes.ranks[0] == run.group.rank
@@ -127,6 +134,15 @@ class Checkpointer:
         self._schedule.start(run.step_count)
         self._arm(run.step_count + 1)
 
+    def _choose(self, wanted: str, place: str | Path) -> Sequence[str]:
+        if wanted != "auto":
+            raise ConfigError(
+                f'tiers is {wanted!r}, expected "auto" or a list such as ["external"]'
+            )
+        size = sum(t.numel() * t.element_size() for t in self._run.tensors().values())
+        need = _OPTIMIZER_STATES * size * _LOCAL_CHECKPOINTS // len(self._nodes.nodes)
+        return choose_tiers(self._run.group, self._nodes, place, need)
+
     # -- saving ------------------------------------------------------------------------------
 
     def save(self, metrics: Mapping[str, float] | None = None) -> SaveReport:
@@ -141,12 +157,14 @@ class Checkpointer:
         self._check_open()
         step = self._run.step_count
         self.metrics.update(metrics or {})
+        self._disarm()
         capture = self._begin_within(step, self.settings.drain_timeout)
         if capture is None:
             raise CheckpointError(
                 f"earlier checkpoints were not written in {self.settings.drain_timeout:g} s"
             )
         self._end(capture, step)
+        self._arm(step + 1)
         report = self.stats.of(CheckpointId(step, self._attempt))
         assert report is not None
         return report
@@ -190,17 +208,19 @@ class Checkpointer:
 
     def _measure(self, *, saved: bool) -> None:
         cost = self._clock.ended(time.perf_counter(), saved=saved)
+        waited, self._waited = self._waited, self._run.fence_wait(OWNER)
         if cost is not None and self.stats.saves:
             report = self.stats.saves[-1]
             report.overhead_seconds = cost
+            report.fence_seconds = self._waited - waited
             self._choice.note(report.mode, cost)
 
     def _finish(self, capture: Capture, step: int) -> None:
         assert self._contents is not None
         if not self._contents.current():
             # Tensors were replaced or appeared (an optimizer's state in its first step).
-            capture.abandon()
-            self._free.add(capture.staging.number)
+            self._capture = capture
+            self._disarm()
             fresh = self._begin(step, "sharded")
             if fresh is None:
                 return
@@ -230,6 +250,14 @@ class Checkpointer:
             self._capture_step = step
             self._capture = self._begin(step, self._mode())
 
+    def _disarm(self) -> None:
+        """Give the staging memory back that waits for a step to come."""
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.abandon()
+            with self._lock:
+                self._free.add(capture.staging.number)
+
     def _mode(self) -> str:
         mode = self.settings.mode
         return self._choice.mode if mode == "auto" else mode
@@ -244,7 +272,9 @@ class Checkpointer:
         assert self._contents is not None
         staging = next(s for s in self._stagings if s.number == number)
         names = self._contents.by_parameter
-        return make_capture(mode, staging, names, lambda c: self._captured(c, step), self._worker)
+        return make_capture(
+            mode, staging, names, lambda c: self._captured(c, step), self._worker, self._run.trace
+        )
 
     def _follow(self) -> None:
         """Plan anew if the run's tensors are not those of the plan."""
@@ -327,6 +357,11 @@ class Checkpointer:
                 report.failed[progress.tier] = progress.message
         elif isinstance(progress, Durable):
             report.durable[progress.tier] = progress.seconds
+            if self._run.trace.on:
+                now = time.perf_counter_ns()
+                start = now - int(progress.seconds * 1e9)
+                lane, step = f"ckpt {progress.tier}", progress.id.step
+                self._run.trace.complete("ckpt_tier", start, now, lane=lane, step=step)
             self._commit.durable(progress.id, progress.tier)
 
     def _whole(self, id: CheckpointId, tier: str) -> None:
@@ -391,7 +426,7 @@ class Checkpointer:
             for note in (*self._extras.restore(loaded.common, loaded.mine), *loaded.skipped):
                 log.warning("while restoring %s: %s", loaded.id, note)
         run.resume_at(loaded.id.step)
-        self._capture = None
+        self._disarm()
         self._schedule.start(run.step_count)
         self._arm(run.step_count + 1)
         return loaded

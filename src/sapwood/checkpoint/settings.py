@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -56,7 +56,7 @@ def tier_specs(place: str | Path, tiers: Sequence[str | TierSpec] | None) -> tup
     text = str(place)
     home = TierSpec.parse(text) if text.startswith("s3://") else None
     chosen = tiers if tiers is not None else ("memory", "s3" if home else "external")
-    specs = [t if isinstance(t, TierSpec) else _parse(t, text, home) for t in chosen]
+    specs = [_placed(_spec(t, home), text, home) for t in chosen]
     names = [spec.kind for spec in specs]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -66,13 +66,16 @@ def tier_specs(place: str | Path, tiers: Sequence[str | TierSpec] | None) -> tup
     return tuple(specs)
 
 
-def _parse(text: str, place: str, home: TierSpec | None) -> TierSpec:
-    if text == "s3" and home is not None:
-        return home
-    spec = TierSpec.parse(text)
+def _spec(given: str | TierSpec, home: TierSpec | None) -> TierSpec:
+    if isinstance(given, TierSpec):
+        return given
+    return home if given == "s3" and home is not None else TierSpec.parse(given)
+
+
+def _placed(spec: TierSpec, place: str, home: TierSpec | None) -> TierSpec:
     defaults = {"external": place, "local": str(Path(place) / "nodes")}
     if spec.place or spec.kind not in defaults:
         return spec
-    if home is not None and spec.kind == "external":
-        raise ConfigError(f"the place is {place}; give the external tier a folder: external:/path")
-    return TierSpec(kind=spec.kind, place=defaults[spec.kind])
+    if home is not None:
+        raise ConfigError(f"the place is {place}; give the tier a folder: {spec.kind}:/path")
+    return replace(spec, place=defaults[spec.kind])

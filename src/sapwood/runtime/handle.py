@@ -78,6 +78,10 @@ class RunHandle(Protocol):
         """Parameters and buffers by name."""
         ...
 
+    def fence_wait(self, owner: str) -> float:
+        """Seconds updates have waited for an owner's holds so far."""
+        ...
+
     def resume_at(self, step: int) -> None:
         """Go on as if ``step`` steps had ended: their state has just been restored."""
         ...

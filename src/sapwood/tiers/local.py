@@ -13,12 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sapwood.errors import CheckpointError, TierError
-from sapwood.tiers.base import Stored
+from sapwood.errors import TierError
+from sapwood.tiers.base import Stored, StoredShard
 from sapwood.tiers.files import Files
-from sapwood.tiers.record import CheckpointId, Range, ShardRecord
+from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.shardfile import open_shard
 
-__all__ = ["LocalTier", "ShardFile"]
+__all__ = ["LocalTier"]
 
 _RECORD = re.compile(r"shard-(\d+)\.json")
 
@@ -57,10 +58,9 @@ class LocalTier:
                 found += [Stored(id, rank) for rank in _ranks(home)]
         return sorted(found)
 
-    def open(self, stored: Stored) -> ShardFile:
-        """Open a shard's data file and read its record."""
-        home = self.folder / stored.id.folder
-        return ShardFile(home / f"shard-{stored.rank}.json", home / f"shard-{stored.rank}.bin")
+    def open(self, stored: Stored) -> StoredShard:
+        """Open a shard, however it was stored."""
+        return open_shard(self.folder / stored.id.folder, stored.rank)
 
     def drop(self, id: CheckpointId) -> None:
         """Take the records away first: a crash on the way leaves no shard that seems whole."""
@@ -84,51 +84,6 @@ class LocalTier:
             return []
         except OSError as error:
             raise TierError(f"cannot list {self.folder}: {error.strerror or error}") from error
-
-
-class ShardFile:
-    """A shard in a data file beside its record. Fulfils ``StoredShard``."""
-
-    def __init__(self, record: Path, data: Path) -> None:
-        """Open both.
-
-        Raises:
-            CheckpointError: one is missing or damaged.
-        """
-        self._path = data
-        self._fd = -1
-        try:
-            self.record = ShardRecord.decode(record.read_bytes(), str(record))
-            self._fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot read the shard in {record.parent}: {error.strerror or error}"
-            ) from error
-        size, expected = os.fstat(self._fd).st_size, self.record.nbytes
-        if size != expected:
-            self.close()
-            raise CheckpointError(f"{data} has {size} bytes, its record says {expected}")
-
-    def read_into(self, part: Range, out: Any) -> None:
-        """Read a range."""
-        memory = memoryview(out).cast("B")
-        offset = part.at
-        while memory:
-            try:
-                count = os.preadv(self._fd, [memory], offset)
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot read {self._path}: {error.strerror or error}"
-                ) from error
-            if not count:
-                raise CheckpointError(f"{self._path} is truncated: it ends at byte {offset}")
-            memory, offset = memory[count:], offset + count
-
-    def close(self) -> None:
-        """Close the data file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def _ranks(home: Path) -> list[int]:

@@ -9,6 +9,7 @@ from sapwood.errors import ConfigError
 from sapwood.tiers.base import Tier
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.memory import MemoryTier
+from sapwood.tiers.packed import PackedTier
 from sapwood.tiers.spec import NodeMap, TierSpec
 
 __all__ = ["make_tiers"]
@@ -23,7 +24,10 @@ def _make(spec: TierSpec, nodes: NodeMap) -> Tier:
     if spec.kind == "memory":
         return MemoryTier()
     if spec.kind == "local":
-        return LocalTier(Path(spec.place) / nodes.node)
+        folder = Path(spec.place) / nodes.node
+        if spec.incremental or spec.compress:
+            return PackedTier(folder, incremental=spec.incremental, compress=spec.compress)
+        return LocalTier(folder)
     if spec.kind == "external":
         return LocalTier(Path(spec.place), name="external")
     raise ConfigError(f"tier {spec.kind!r} is not available yet")

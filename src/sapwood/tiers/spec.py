@@ -21,6 +21,10 @@ class TierSpec:
     """A folder (local, external), a URL (s3), or ``k+m`` (parity)."""
     every: int = 1
     """Only every n-th checkpoint goes here."""
+    incremental: bool = False
+    """``local`` only: reference ranges that have not changed since the last checkpoint."""
+    compress: bool = False
+    """``local`` only: compress with zstd where it helps; weights being trained hardly shrink."""
     retries: int = 5
     """How often a failed shard is tried again, each time after a longer pause."""
 
@@ -28,6 +32,8 @@ class TierSpec:
         """Refuse what no tier can be made of."""
         if self.kind not in _KINDS:
             raise ConfigError(f"tier {self.kind!r} is not known; there are {', '.join(_KINDS)}")
+        if (self.incremental or self.compress) and self.kind != "local":
+            raise ConfigError(f"tier {self.kind}: incremental and compress are for the local tier")
         if self.every < 1 or self.retries < 0:
             raise ConfigError(f"tier {self.kind}: every={self.every}, retries={self.retries}")
 

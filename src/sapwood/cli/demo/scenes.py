@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 from sapwood.cli.launch import Plan, launch
 from sapwood.cli.script import Script
 from sapwood.errors import LaunchError
+from sapwood.runtime import faults
 from sapwood.trace.read import Trace, read_trace
 from sapwood.trace.steps import late_step
 from sapwood.trace.summary import early_updates
@@ -69,15 +72,7 @@ class Scene:
 def train(stage: Stage) -> Iterator[str]:
     """Start two real processes, as ``sapwood run -n 2`` would."""
     yield f"{_RANKS} processes train a small network for {stage.steps} steps ..."
-    arguments = ("--folder", stage.folder, "--result", stage.result, "--steps", stage.steps)
-    script = Script(
-        target="sapwood.cli.demo.training", module=True, args=tuple(map(str, arguments))
-    )
-    code = launch(Plan(script=script, ranks=_RANKS))
-    if code != 0:
-        raise LaunchError(
-            f"the demo's training ended with exit code {code}; `sapwood doctor` looks for causes"
-        )
+    _expect_success(_start(stage, stage.result))
     first, last = stage.losses[0], stage.losses[-1]
     yield f"loss {first:.4f} -> {last:.4f}  {_sparkline(stage.losses)}"
 
@@ -105,7 +100,46 @@ def events(stage: Stage) -> Iterator[str]:
     """Report what a subscriber saw."""
     yield f"a subscriber of five lines received {stage.events} TensorUpdated events on rank 0:"
     yield "    run.events.subscribe(sapwood.TensorUpdated, count, name='demo counter')"
-    yield "checkpoints and forks of a running training will start from these events"
+    yield "checkpoints start from these events, as the next scene shows"
+
+
+def recover(stage: Stage) -> Iterator[str]:
+    """Kill both ranks in the middle of a step, and start again."""
+    every = max(1, stage.steps // 4)
+    fatal = 3 * every  # the step of the third checkpoint, which therefore is never taken
+    result = stage.folder / "recovered.json"
+    ckpts = ("--ckpts", stage.folder / "ckpts", "--every", every)
+    yield f"the same training, with a checkpoint every {every} steps; both ranks are killed with"
+    yield f"kill -9 in step {fatal} ..."
+    os.environ[faults.ENV] = f"run.step:kill@{fatal}"
+    try:
+        with Path(os.devnull).open("w") as quiet, redirect_stderr(quiet):
+            code = _start(stage, result, *ckpts)
+    finally:
+        del os.environ[faults.ENV]
+    if code == 0 or result.exists():
+        raise LaunchError("the demo's ranks were to be killed, but were not")
+    _expect_success(_start(stage, result, *ckpts))
+    told = json.loads(result.read_text())
+    yield f"started again: the step restored is {told['from']}, from {', '.join(told['tiers'])}"
+    same = told["losses"] == stage.losses[told["from"] :]
+    word = "equal, bit for bit, to" if same else "DIFFERENT from"
+    yield f"the losses of steps {told['from'] + 1} to {stage.steps} are {word} those of scene 1"
+
+
+def _start(stage: Stage, result: Path, *more: object) -> int:
+    arguments = ("--folder", stage.folder, "--result", result, "--steps", stage.steps, *more)
+    script = Script(
+        target="sapwood.cli.demo.training", module=True, args=tuple(map(str, arguments))
+    )
+    return launch(Plan(script=script, ranks=_RANKS))
+
+
+def _expect_success(code: int) -> None:
+    if code != 0:
+        raise LaunchError(
+            f"the demo's training ended with exit code {code}; `sapwood doctor` looks for causes"
+        )
 
 
 def next_steps(stage: Stage) -> Iterator[str]:
@@ -126,6 +160,7 @@ SCENES = (
     Scene("One step, seen from both ranks", one_step),
     Scene("Updated before backward ended", early),
     Scene("Events", events),
+    Scene("Killed, and brought back", recover),
     Scene("Where to look next", next_steps),
 )
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import sapwood
 
@@ -30,26 +32,55 @@ def main() -> None:
     run = sapwood.Run(
         model, optimizer, folder=options.folder, trace=True, first_bucket_mb=0.6, bucket_mb=0.6
     )
-    with run:
+    with run, ExitStack() as stack:
+        samples = _Samples(run.rank)
+        told: dict[str, Any] = {"run": str(run.folder)}
+        if options.ckpts is not None:
+            told |= _restore(stack, run, samples, options)
         seen: Counter[int] = Counter()
 
         def count(event: sapwood.TensorUpdated) -> None:
             seen[event.bucket] += 1
 
         run.events.subscribe(sapwood.TensorUpdated, count, name="demo counter")
-        losses = _train(run, options.steps)
+        told["losses"] = _train(run, samples, options.steps)
+        told["events"] = dict(seen)
         if run.rank == 0:
-            told = {"run": str(run.folder), "losses": losses, "events": dict(seen)}
             options.result.write_text(json.dumps(told))
 
 
-def _train(run: sapwood.Run, steps: int) -> list[float]:
-    data = torch.Generator().manual_seed(run.rank)
-    teacher = torch.randn(_WIDTH, 1, generator=torch.Generator().manual_seed(99))
+def _restore(
+    stack: ExitStack, run: sapwood.Run, samples: _Samples, options: argparse.Namespace
+) -> dict[str, Any]:
+    ckpt = stack.enter_context(
+        sapwood.Checkpointer(run, options.ckpts, every=options.every, own={"samples": samples})
+    )
+    loaded = ckpt.restore_latest()
+    return {} if loaded is None else {"from": loaded.id.step, "tiers": loaded.tiers}
+
+
+class _Samples:
+    """Random samples of a fixed task; where a rank is in them is part of its checkpoint."""
+
+    def __init__(self, rank: int) -> None:
+        self._own = torch.Generator().manual_seed(rank)
+        self._teacher = torch.randn(_WIDTH, 1, generator=torch.Generator().manual_seed(99))
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        x = torch.randn(_BATCH, _WIDTH, generator=self._own)
+        return x, torch.tanh(x @ self._teacher)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"generator": self._own.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor], /) -> None:
+        self._own.set_state(state["generator"])
+
+
+def _train(run: sapwood.Run, samples: _Samples, steps: int) -> list[float]:
     losses = []
-    for _ in range(steps):
-        x = torch.randn(_BATCH, _WIDTH, generator=data)
-        y = torch.tanh(x @ teacher)
+    while run.step_count < steps:
+        x, y = samples.batch()
         loss = nn.functional.mse_loss(run.model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         run.step()
@@ -68,7 +99,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="where run folders go")
     parser.add_argument("--result", type=Path, required=True, help="where to leave the numbers")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=30, help="the step to train to")
+    parser.add_argument("--ckpts", type=Path, help="save here, and go on from what is there")
+    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     return parser.parse_args()
 
 
