@@ -23,6 +23,7 @@ from sapwood.errors import ConfigError
 from sapwood.state.catalog import Catalog
 from sapwood.state.shards import plan_shards
 from sapwood.tiers.local import LocalTier
+from sapwood.tiers.packed import PackedTier
 from sapwood.tiers.record import CheckpointId, describe
 from tests.checkpoint.training import Training, same
 from tests.cli.helpers import environment
@@ -449,6 +450,28 @@ def test_repair_never_copies_from_a_damaged_place(capsys):
     for place in ("ckpts", "other"):
         flip(Path(place, name(5), "shard-0.bin"), 3)
     assert "nothing to do" in told(capsys, "repair", "--from", "other", "--yes")
+
+
+def test_shards_that_are_stored_sparingly_are_read_and_mended(capsys):
+    tier = PackedTier(Path("scratch/n0"))
+    for step in (5, 10):
+        for rank in range(WORLD):
+            record, memory = shard(5, rank, WORLD)
+            tier.put(replace(record, id=CheckpointId(step, ATTEMPT)), memory)
+    assert list(Path("scratch/n0", name(10)).glob("*.base-0.bin"))
+    assert "0 are not" in told(capsys, "diff", "scratch/5", "scratch/10")
+    save("ckpts", 5)
+    flip(Path("scratch/n0", name(5), "shard-0.bin"), 3)  # which both checkpoints refer to
+    assert {
+        d["checkpoint"] for d in ask(capsys, "verify", "--place", "scratch", code=1)["damages"]
+    } == {
+        name(5),
+        name(10),
+    }
+    told(capsys, "repair", "scratch", "--from", "ckpts", "--yes")
+    told(capsys, "verify", "scratch/5")
+    told(capsys, "verify", "scratch/10", code=1)
+    assert not list(Path("scratch").rglob("*.safetensors"))
 
 
 def test_repair_fetches_a_newer_whole_one(capsys):

@@ -34,8 +34,11 @@ def mend(source: Copy, target: Place, id: CheckpointId) -> None:
         view = memoryview(memory)
         for part in record.ranges:
             read_range(shard, part, view[part.at : part.at + part.nbytes])
+        home = None if target.folder is None else target.folder / id.folder
         refused: TierError | None = None
         try:
+            if home is not None:
+                _unpack(home, source.rank)
             target.tier.put(record, memory)
         except TierError as error:
             refused = error
@@ -43,12 +46,24 @@ def mend(source: Copy, target: Place, id: CheckpointId) -> None:
         if is_sound(copy, id):
             return
         # A tier that has the shard already does not write it again: mend what is there.
-        home = None if target.folder is None else target.folder / id.folder
-        if home is not None and home.is_dir():
+        if home is not None and any(home.glob("*.safetensors")):
             _patch(home, shard)
     damage = next(check_copy(copy, id), None)
     if damage is not None:
         raise refused or CheckpointError(f"{target.label} could not be mended: {damage.problem}")
+
+
+def _unpack(home: Path, rank: int) -> None:
+    """Make room for the whole shard where a damaged one was stored sparingly, with an index."""
+    index, files = home / f"shard-{rank}.index", Files()
+    if not index.exists():
+        return
+    try:
+        for path in (home / f"shard-{rank}.json", index, *home.glob(f"shard-{rank}.base-*.bin")):
+            files.remove(path)
+            files.sync_folder(home)
+    except OSError as error:
+        raise TierError(f"cannot mend {home}: {error.strerror or error}") from error
 
 
 def _patch(home: Path, shard: StoredShard) -> None:

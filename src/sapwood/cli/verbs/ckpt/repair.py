@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from sapwood.cli.verbs.ckpt.mend import is_sound, mend
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, Place, find_tiers
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, Leftover, survey
-from sapwood.cli.verbs.ckpt.words import age, seconds
+from sapwood.cli.verbs.ckpt.words import age, duration, seconds
 from sapwood.errors import SapwoodError
 from sapwood.tiers.files import Files
 
@@ -88,6 +88,13 @@ def _done(step: _Step) -> bool:
 def _plan(
     here: Sequence[Place], there: Sequence[Place], limit: float, *, incomplete: bool
 ) -> Iterator[_Step]:
+    for place in here:
+        sweep = getattr(place.tier, "sweep", None)
+        if sweep is not None:  # a bucket's leftovers are uploads, which only the tier can see
+            word = (
+                f"abort uploads to {place.label} that were begun {duration(limit)} ago or earlier"
+            )
+            yield _Step(word, partial(sweep, limit))
     ours = survey(here)
     theirs = {c.id: c for c in survey(there)} if there else {}
     newest = next((c for c in reversed(ours) if c.whole), None)
