@@ -12,10 +12,13 @@ from sapwood.cli.main import main
 from sapwood.errors import RunFolderError
 from tests.cli.helpers import environment, sapwood
 
-VERBS = ("run", "runs", "trace", "doctor", "demo")
+VERBS = ("run", "runs", "trace", "ckpt", "doctor", "demo")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], [], ["run", "--help"], ["trace", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], [], ["run", "--help"], ["trace", "--help"], ["ckpt", "--help"]],
+)
 def test_help_does_not_import_torch(tmp_path, arguments):
     code = (
         "import json, sys\n"

@@ -19,6 +19,7 @@ _VERBS = {
     "run": "Start the ranks of a script on this machine, or join those of torchrun, srun, mpirun.",
     "runs": "List the runs of a folder: their state, their step, and what they were forked from.",
     "trace": "Show where the time of a step went, as text, SVG or a Perfetto file.",
+    "ckpt": "List, check, compare, mend, thin out and export checkpoints.",
     "doctor": "Check this machine and this installation, and say what to do about problems.",
     "demo": "Train a small model on two ranks and show what Sapwood saw.",
 }

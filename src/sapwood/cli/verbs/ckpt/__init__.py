@@ -1,0 +1,35 @@
+"""``sapwood ckpt``: looking after checkpoints."""
+
+from __future__ import annotations
+
+from cyclopts import App
+
+from sapwood.cli.verbs.ckpt.diff import diff
+from sapwood.cli.verbs.ckpt.export import export
+from sapwood.cli.verbs.ckpt.inspect import inspect
+from sapwood.cli.verbs.ckpt.ls import ls
+from sapwood.cli.verbs.ckpt.prune import prune
+from sapwood.cli.verbs.ckpt.repair import repair
+from sapwood.cli.verbs.ckpt.verify import verify
+
+__all__ = ["ckpt"]
+
+_ABOUT = """List, check, compare, mend, thin out and export checkpoints.
+
+A *place* is the folder of a checkpointer, one node's local folder or the folder of all nodes, or
+`s3://bucket/prefix`; without one it is `ckpts`. A *checkpoint* is a step (`15`: its newest
+attempt), an id (`00000015-3f9a1c`) or `latest`; put a place before it to look elsewhere:
+`/data/ckpts/latest`.
+
+```
+sapwood ckpt ls                      what is there, and whether it is whole
+sapwood ckpt verify                  read and check every byte
+sapwood ckpt diff 10 latest          which tensors changed, and by how much
+sapwood ckpt prune --last 3          say what would go; add --yes to do it
+sapwood ckpt export latest model.safetensors
+```
+"""
+
+ckpt = App(name="ckpt", help=_ABOUT, help_format="markdown")
+for _verb in (ls, inspect, verify, diff, repair, prune, export):
+    ckpt.command(_verb)

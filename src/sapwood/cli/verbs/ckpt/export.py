@@ -1,0 +1,154 @@
+"""``sapwood ckpt export``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from sapwood.cli.verbs.ckpt.content import Content, choose
+from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE
+from sapwood.cli.verbs.ckpt.survey import find_one
+from sapwood.cli.verbs.ckpt.words import progress, size
+from sapwood.errors import ConfigError, TierError
+from sapwood.state.catalog import Entry, FileLayout
+from sapwood.tiers.files import Files
+
+__all__ = ["export"]
+
+_TORCH = (".pt", ".pth")
+
+
+def export(
+    checkpoint: str,
+    out: Path,
+    /,
+    *,
+    place: str = DEFAULT_PLACE,
+    tensors: str | None = None,
+    optimizer: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Write a checkpoint's model into one file that other tools read.
+
+    A `.safetensors` file is written without loading torch and needs little memory. A `.pt` file is
+    what `torch.save(model.state_dict())` writes; with `--optimizer` it is a dictionary of `model`,
+    `optimizer` (state by parameter name, and the settings of the groups) and `step`. All that is
+    read is verified; a file that exists is never overwritten.
+
+    ```
+    sapwood ckpt export latest model.safetensors
+    sapwood ckpt export 15 model.pt --optimizer
+    sapwood ckpt export 15 encoder.safetensors --tensors 'encoder.*'
+    sapwood ckpt export s3://bucket/run7/latest model.safetensors
+    ```
+
+    Args:
+        checkpoint: A step, an id, or latest; a place may stand before it.
+        out: The file to write: .safetensors, .pt or .pth.
+        place: Where to look.
+        tensors: Only tensors whose name fits this pattern.
+        optimizer: The optimizer's state as well.
+    """
+    if out.suffix not in (".safetensors", *_TORCH):
+        raise ConfigError(f"{out}: expected a file that ends in .safetensors, .pt or .pth")
+    if out.exists():
+        raise ConfigError(f"{out} exists and is never overwritten; choose another name")
+    files = ("model", "optimizer") if optimizer else ("model",)
+    with Content(find_one(checkpoint, place)) as content:
+        chosen = choose(content.catalog, tensors, files)
+        with progress("exporting", sum(e.nbytes for e in chosen)) as advance, _draft(out) as draft:
+            write = _write_torch if out.suffix in _TORCH else _write_safetensors
+            write(content, chosen, draft, advance, with_optimizer=optimizer)
+    print(f"wrote {out}: {len(chosen)} tensors, {size(out.stat().st_size)}")
+
+
+@contextmanager
+def _draft(out: Path) -> Iterator[Path]:
+    """A name to write to first; the file gets its own when it is complete and on the device."""
+    files = Files()
+    draft = out.with_name(f".{out.name}.draft-{os.getpid()}")
+    try:
+        yield draft
+        with files.share(draft) as writer:
+            writer.sync()
+        os.link(draft, out)  # unlike a rename, it fails if somebody made the file meanwhile
+        files.sync_folder(out.parent)
+    except OSError as error:
+        raise TierError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def _write_safetensors(
+    content: Content,
+    chosen: Sequence[Entry],
+    draft: Path,
+    advance: Callable[[int], None],
+    *,
+    with_optimizer: bool,
+) -> None:
+    layout = FileLayout(draft.stem, chosen)
+    sources = {entry.name: entry.key for entry in chosen}
+    with Files().create(draft) as writer:
+        writer.write_at(0, layout.header)
+        for entry in layout.entries:
+            at = layout.start(entry.name)
+            for block in content.blocks(sources[entry.name]):
+                writer.write_at(at, block)
+                at += len(block)
+                advance(len(block))
+
+
+def _write_torch(
+    content: Content,
+    chosen: Sequence[Entry],
+    draft: Path,
+    advance: Callable[[int], None],
+    *,
+    with_optimizer: bool,
+) -> None:
+    import torch
+
+    model: dict[str, Any] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for entry in chosen:
+        tensor = _tensor(content.read(entry.key), entry)
+        if entry.file == "model":
+            model[entry.name] = tensor
+        else:
+            owner, _, part = entry.name.rpartition("/")
+            state.setdefault(owner, {})[part] = tensor
+        advance(entry.nbytes)
+    torch.save(_with_optimizer(model, state, content) if with_optimizer else model, draft)
+
+
+def _with_optimizer(
+    model: dict[str, Any], state: dict[str, dict[str, Any]], content: Content
+) -> dict[str, Any]:
+    from sapwood.checkpoint.plain import from_plain
+
+    extras: Mapping[str, Any] = content.record.extras
+    for owner, values in from_plain(extras.get("optimizer", {})).items():
+        state.setdefault(owner, {}).update(values)
+    groups = from_plain(extras.get("groups", []))
+    return {
+        "model": model,
+        "optimizer": {"state": state, "param_groups": groups},
+        "step": content.record.id.step,
+    }
+
+
+def _tensor(raw: bytearray, entry: Entry) -> Any:
+    import torch
+
+    from sapwood.checkpoint.contents import to_torch_dtype
+
+    dtype = to_torch_dtype(entry.dtype)
+    if not raw:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(entry.shape)

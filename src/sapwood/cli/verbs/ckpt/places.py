@@ -1,0 +1,100 @@
+"""What a place is: the tiers behind a folder or a URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sapwood.errors import CheckpointError
+from sapwood.tiers.base import Tier
+from sapwood.tiers.local import LocalTier
+from sapwood.tiers.make import make_tiers
+from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.spec import NodeMap, TierSpec
+
+__all__ = ["DEFAULT_PLACE", "Place", "checkpoint_of", "find_places", "find_tiers"]
+
+DEFAULT_PLACE = "ckpts"
+_DEPTH = 5  # from a run's folder: ckpts/nodes/<node>/kept/partner
+_PARTNER, _PARITY = "partner", "parity"
+_HERE = NodeMap(node="cli", rank_nodes=("cli",))
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tier, and where it is."""
+
+    tier: Tier
+    path: str
+    """As it is shown: below the place the user gave."""
+    folder: Path | None = None
+    """None for a tier that is not a folder."""
+
+    @property
+    def label(self) -> str:
+        """Kind and path."""
+        return f"{self.tier.name} {self.path}"
+
+
+def find_places(places: Iterable[str]) -> list[Place]:
+    """The tiers of several places, each once."""
+    found = {place.label: place for text in places for place in find_tiers(text)}
+    return list(found.values())
+
+
+def find_tiers(place: str) -> list[Place]:
+    """The tiers behind a place: of a folder with nodes below it, those of all nodes.
+
+    Raises:
+        CheckpointError: there is no such place, or no checkpoint in it.
+    """
+    if place.startswith("s3://"):
+        (tier,) = make_tiers([TierSpec.parse(place)], _HERE)
+        return [Place(tier, place)]
+    folder = Path(place)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"there is no folder {folder} here; give the place the checkpoints are in: the folder "
+            "of the checkpointer, the local folder of a node, or s3://bucket/prefix"
+        )
+    found = [_place(home) for home in _homes(folder, _DEPTH)]
+    if not found:
+        raise CheckpointError(
+            f"no checkpoints in {folder}: neither it nor the folders below it hold any "
+            "(a checkpoint is a folder such as 00000015-3f9a1c)"
+        )
+    return found
+
+
+def checkpoint_of(name: str) -> CheckpointId | None:
+    """The checkpoint a folder belongs to, be it whole, a draft (``<id>.partial``) or on its way."""
+    return CheckpointId.parse(name.partition(".")[0])
+
+
+def _homes(folder: Path, depth: int) -> Iterator[Path]:
+    """Folders that hold checkpoints, from the top."""
+    try:
+        children = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    except OSError as error:
+        raise CheckpointError(f"cannot list {folder}: {error.strerror or error}") from error
+    inside = {name for name in children if checkpoint_of(name) is not None}
+    if inside:
+        yield folder
+    if depth:
+        for name in children:
+            # Parity is fragments, of which only the nodes' engines together make shards.
+            if name not in inside and name != _PARITY and not name.startswith("."):
+                yield from _homes(folder / name, depth - 1)
+
+
+def _place(home: Path) -> Place:
+    """A node's shards lie as captured (``shard-0.bin``); elsewhere they are put together."""
+    inside = [entry for entry in home.iterdir() if checkpoint_of(entry.name) is not None]
+    together = any(any(entry.glob("*.safetensors")) for entry in inside)
+    if not together and any(any(entry.glob("shard-*.bin")) for entry in inside):
+        name = _PARTNER if home.name == _PARTNER else "local"
+        return Place(LocalTier(home, name=name), str(home), home)
+    (tier,) = make_tiers([TierSpec(kind="external", place=str(home))], _HERE)
+    return Place(tier, str(home), home)

@@ -1,0 +1,257 @@
+"""What is in a place: every checkpoint, who has which shard of it, and what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, Place, checkpoint_of, find_places
+from sapwood.errors import CheckpointError, SapwoodError, TierError
+from sapwood.tiers.base import Stored
+from sapwood.tiers.record import CheckpointId, ShardRecord
+
+__all__ = ["Checkpoint", "Copy", "Leftover", "find", "find_one", "split", "survey"]
+
+_OURS = re.compile(
+    r"shard-\d+(\.base-\d+)?\.(bin|json|index)|.+\.safetensors|manifest\.json|\..+\.draft-.+"
+)
+"""What tiers put into the folder of a checkpoint; anything else is somebody's, and stays."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One shard in one place."""
+
+    place: Place
+    rank: int
+    record: ShardRecord | None
+    problem: str | None = None
+    """Why there is no record: it, or its data file, cannot be read."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A folder or file of a checkpoint that no tier counts as a shard: a draft, or half removed."""
+
+    place: Place
+    path: Path
+    age: float
+    """Seconds since anything in it changed."""
+
+
+@dataclass
+class Checkpoint:
+    """All that is known of one checkpoint."""
+
+    id: CheckpointId
+    copies: list[Copy] = field(default_factory=list)
+    leftovers: list[Leftover] = field(default_factory=list)
+
+    @cached_property
+    def records(self) -> Mapping[int, ShardRecord]:
+        """A readable record of each shard, whichever place it is from."""
+        return {c.rank: c.record for c in reversed(self.copies) if c.record is not None}
+
+    @cached_property
+    def any_record(self) -> ShardRecord | None:
+        """The record of the lowest rank there is; None if none can be read."""
+        return self.records[min(self.records)] if self.records else None
+
+    @property
+    def missing(self) -> list[int]:
+        """Shards that are nowhere, or whose record is damaged everywhere."""
+        record = self.any_record
+        return [] if record is None else [r for r in range(record.world) if r not in self.records]
+
+    @property
+    def damaged(self) -> list[Copy]:
+        """Copies that cannot be opened."""
+        return [c for c in self.copies if c.problem is not None]
+
+    @property
+    def drafts(self) -> list[Leftover]:
+        """Where its shards are still in a draft, which other tools do not take for a checkpoint."""
+        name = self.id.folder
+        return [
+            left
+            for left in self.leftovers
+            if left.path.name == f"{name}.partial" and not left.path.with_name(name).exists()
+        ]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every shard is in some place; their bytes were not read."""
+        return self.any_record is not None and not self.missing
+
+    @property
+    def state(self) -> str:
+        """In a word or two, for a table."""
+        if not self.copies:
+            return "partial"
+        bad = sorted({c.rank for c in self.damaged})
+        if self.whole:
+            notes = [f"a copy of {_shards(bad)} damaged"] if bad else []
+            return ", ".join(["whole", *notes, *(["not published"] if self.drafts else [])])
+        lost = sorted(set(self.missing) - set(bad))
+        words = [f"{_shards(bad)} damaged"] if bad else []
+        return ", ".join(words + ([f"{_shards(lost)} missing"] if lost else []))
+
+    @property
+    def created(self) -> float:
+        """Seconds since the epoch; 0 if no record can be read."""
+        return self.any_record.created if self.any_record else 0.0
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since it was captured, or since its draft last changed."""
+        if self.any_record is not None:
+            return time.time() - self.created
+        return min((left.age for left in self.leftovers), default=None)
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of its tensors."""
+        return self.any_record.catalog.nbytes if self.any_record else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was saved for ``retention.best``."""
+        return dict(self.any_record.extras.get("metrics", {})) if self.any_record else {}
+
+    @property
+    def places(self) -> list[Place]:
+        """Where something of it is."""
+        every = [c.place for c in self.copies] + [left.place for left in self.leftovers]
+        return list({place.label: place for place in every}.values())
+
+    def readable(self) -> ShardRecord:
+        """The lowest rank's record.
+
+        Raises:
+            CheckpointError: it is not whole, or its shards are not of one checkpoint.
+        """
+        record = self.any_record
+        if record is None or self.missing:
+            why = "; ".join(c.problem for c in self.damaged if c.problem)
+            raise CheckpointError(
+                f"checkpoint {self.id} is not whole: {self.state}" + (f" ({why})" if why else "")
+            )
+        for other in self.records.values():
+            if (other.catalog, other.world) != (record.catalog, record.world):
+                raise CheckpointError(
+                    f"shards {record.rank} and {other.rank} of checkpoint {self.id} do not belong "
+                    "together: their lists of tensors differ"
+                )
+        return record
+
+
+def survey(places: Sequence[Place]) -> list[Checkpoint]:
+    """Every checkpoint of these places, oldest step first; of a step, the newest attempt last.
+
+    Raises:
+        TierError: a place cannot be listed.
+    """
+    found: dict[CheckpointId, Checkpoint] = {}
+    for place in places:
+        for stored in place.tier.shards():
+            checkpoint = found.setdefault(stored.id, Checkpoint(stored.id))
+            checkpoint.copies.append(_copy(place, stored))
+    for left in _leftovers(places, list(found.values())):
+        id = checkpoint_of(left.path.name) or checkpoint_of(left.path.parent.name)
+        assert id is not None
+        found.setdefault(id, Checkpoint(id)).leftovers.append(left)
+    return sorted(found.values(), key=lambda c: (c.id.step, c.created, c.id.attempt))
+
+
+def split(argument: str, place: str) -> tuple[str, str]:
+    """Place and name of a checkpoint given as ``15``, ``latest``, or ``some/place/latest``."""
+    before, slash, name = argument.rstrip("/").rpartition("/")
+    return (before or "/", name) if slash else (place, name)
+
+
+def find_one(argument: str, place: str = DEFAULT_PLACE) -> Checkpoint:
+    """The checkpoint a user means.
+
+    Raises:
+        CheckpointError: there is none; the message lists those there are.
+    """
+    where, name = split(argument, place)
+    return find(name, survey(find_places([where])), where)
+
+
+def find(name: str, among: Sequence[Checkpoint], where: str) -> Checkpoint:
+    """The checkpoint of this name: a step, an id, or ``latest`` (the newest that is whole)."""
+    if name == "latest":
+        for checkpoint in reversed(among):
+            if checkpoint.whole:
+                return checkpoint
+        raise CheckpointError(f"no checkpoint in {where} is whole; {_known(among)}")
+    fitting = [c for c in among if name in (c.id.folder, str(c.id.step))]
+    if not fitting and name.isdigit():
+        fitting = [c for c in among if c.id.step == int(name)]
+    if not fitting:
+        raise CheckpointError(f"no checkpoint {name!r} in {where}; {_known(among)}")
+    # An attempt that only began the step must not hide the one that finished it.
+    return next((c for c in reversed(fitting) if c.whole), fitting[-1])
+
+
+def _known(among: Iterable[Checkpoint]) -> str:
+    rows = [f"{c.id.folder} ({c.state})" for c in among]
+    if not rows:
+        return "there is none at all"
+    shown = rows[-20:]
+    more = f"{len(rows) - len(shown)} older ones and " if len(rows) > len(shown) else ""
+    return f"there are {more}" + ", ".join(shown)
+
+
+def _copy(place: Place, stored: Stored) -> Copy:
+    try:
+        with closing(place.tier.open(stored)) as shard:
+            return Copy(place, stored.rank, shard.record)
+    except SapwoodError as error:
+        return Copy(place, stored.rank, None, str(error))
+
+
+def _leftovers(places: Sequence[Place], found: Iterable[Checkpoint]) -> list[Leftover]:
+    """What is in the folders but no tier counts."""
+    counted = {(c.place.folder, one.id.folder) for one in found for c in one.copies}
+    left = []
+    for folder, place in {p.folder: p for p in places if p.folder is not None}.items():
+        try:
+            for entry in sorted(folder.iterdir()):
+                if checkpoint_of(entry.name) is None:
+                    continue
+                paths = _uncounted(entry, counted=(folder, entry.name) in counted)
+                left += [Leftover(place, path, time.time() - _changed(path)) for path in paths]
+        except OSError as error:
+            raise TierError(f"cannot list {folder}: {error.strerror or error}") from error
+    return left
+
+
+def _uncounted(entry: Path, *, counted: bool) -> list[Path]:
+    """Drafts in a checkpoint that counts, or all of one that does not, if nothing foreign is in."""
+    try:
+        inside = sorted(entry.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # it was removed just now, or is no checkpoint
+        return []
+    if counted:
+        return [path for path in inside if ".draft-" in path.name]
+    return [entry] if all(_OURS.fullmatch(path.name) for path in inside) else []
+
+
+def _changed(path: Path) -> float:
+    """When something in it was last written."""
+    newest = 0.0
+    for one in (path, *path.rglob("*")):
+        with suppress(FileNotFoundError):  # a running save renames its drafts
+            newest = max(newest, one.stat().st_mtime)
+    return newest
+
+
+def _shards(ranks: Sequence[int]) -> str:
+    return f"shard{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,1 @@
+"""Sapwood behind the interfaces of other libraries."""
