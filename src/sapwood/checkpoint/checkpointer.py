@@ -36,7 +36,7 @@ from sapwood.checkpoint.engine import (
 )
 from sapwood.checkpoint.extras import Extras, Stateful
 from sapwood.checkpoint.keeper import Keeper
-from sapwood.checkpoint.nodes import find_nodes
+from sapwood.checkpoint.nodes import find_nodes, find_peers
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
 from sapwood.checkpoint.restore import Loaded, load_newest
 from sapwood.checkpoint.retention import Policy, last
@@ -111,6 +111,7 @@ class Checkpointer:
         if isinstance(tiers, str):
             tiers = self._choose(tiers, place)
         self.specs = tier_specs(place, tiers)
+        self._nodes = find_peers(run.group, self._nodes, self.specs)
         self._extras = Extras({**_schedulers(run), **(shared or {})}, own or {})
         self._on_captured, self._on_durable = on_captured, on_durable
         self._attempt = run.group.share_text("checkpoint attempt", secrets.token_hex(3))
@@ -530,6 +531,9 @@ class Checkpointer:
         self._worker.close(self.settings.drain_timeout)
         self._engine.drain(self.settings.drain_timeout)
         self._commit.close(_COMMIT_PATIENCE)
+        if self._nodes.addresses:
+            # What other nodes still bring here needs this node's engine.
+            self._commit.meet(_COMMIT_PATIENCE)
         self._engine.close(self.settings.drain_timeout)
         self._retire()
         for arena in self._retired.values():

@@ -63,6 +63,18 @@ class Commit:
         if self._thread is not None:
             self._thread.join(5.0)
 
+    def meet(self, timeout: float) -> None:
+        """Wait until every rank has come here, or ``timeout`` seconds."""
+        if self._group.world == 1:
+            return
+        store, key = self._group.store, f"{self._prefix}/done"
+        try:
+            if store.add(f"{key}/count", 1) == self._group.world:
+                store.set(f"{key}/all", "1")
+            store.wait(f"{key}/all", timeout)
+        except (SapwoodError, RuntimeError) as error:
+            log.info("the other ranks are not waited for, the group is gone: %s", error)
+
     def _key(self, id: CheckpointId, tier: str) -> str:
         return f"{self._prefix}/{id.step}/{tier}"
 

@@ -1,19 +1,74 @@
-"""Which ranks share a node: the same host, unless ``SAPWOOD_NODE`` gives them another name."""
+"""Which ranks share a node, and where the nodes' engines can be reached by each other.
+
+Ranks of one host share a node, unless ``SAPWOOD_NODE`` gives them other names.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import random
+import secrets
+import socket
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 
+from sapwood.errors import ConfigError
 from sapwood.runtime.group import Group
-from sapwood.tiers.spec import NodeMap
+from sapwood.tiers.make import peer_folder
+from sapwood.tiers.spec import NodeMap, TierSpec
 
-__all__ = ["NODE", "find_nodes"]
+__all__ = ["HOST", "NODE", "find_nodes", "find_peers"]
 
 NODE = "SAPWOOD_NODE"
+HOST = "SAPWOOD_HOST"
+# Below the ports Linux gives to outgoing connections, and beside those a launcher may choose.
+_PORTS = range(10240, 20000)
+_TRIES = 50
 
 
 def find_nodes(group: Group) -> NodeMap:
     """Ask all ranks for their node."""
     mine = os.environ.get(NODE) or platform.node() or "node"
     return NodeMap(node=mine, rank_nodes=tuple(group.gather_text("node", mine)))
+
+
+def find_peers(group: Group, nodes: NodeMap, specs: Sequence[TierSpec]) -> NodeMap:
+    """The same nodes with an address for each, if a tier needs other nodes.
+
+    Addresses are agreed on before the engines listen there, so that an engine that is started again
+    is where the others look for it.
+    """
+    if peer_folder(specs, nodes) is None:
+        return nodes
+    token = group.share_text("peer token", secrets.token_hex(16))
+    mine = _free_address() if group.rank == nodes.ranks[0] else ""
+    texts = group.gather_text("engine address", mine)
+    addresses = {node: texts[nodes.rank_nodes.index(node)] for node in nodes.nodes}
+    return replace(nodes, addresses=addresses, token=token)
+
+
+def _free_address() -> str:
+    host = os.environ.get(HOST) or _own_host()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in random.sample(_PORTS, _TRIES):
+        with closing(socket.socket(family)) as trial:
+            try:
+                trial.bind((host, port))
+            except OSError:
+                continue
+            return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    raise ConfigError(f"no port of {host} is free; set {HOST} to an address of this machine")
+
+
+def _own_host() -> str:
+    """The address by which this machine talks to the one where the ranks meet."""
+    meeting = os.environ.get("MASTER_ADDR", "")
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.connect((meeting or "127.0.0.1", 9))  # nothing is sent
+        except OSError:
+            return "127.0.0.1"
+        host: str = probe.getsockname()[0]
+        return host

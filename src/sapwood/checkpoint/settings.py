@@ -73,7 +73,10 @@ def _spec(given: str | TierSpec, home: TierSpec | None) -> TierSpec:
 
 
 def _placed(spec: TierSpec, place: str, home: TierSpec | None) -> TierSpec:
-    defaults = {"external": place, "local": str(Path(place) / "nodes")}
+    nodes = str(Path(place) / "nodes")
+    defaults = {"external": place, "local": nodes, "partner": nodes}
+    if spec.kind == "parity" and ":" not in spec.place:
+        return replace(spec, place=f"{spec.place or '4+2'}:{nodes}")
     if spec.place or spec.kind not in defaults:
         return spec
     if home is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from sapwood.errors import ConfigError
@@ -13,9 +14,10 @@ from sapwood.tiers.memory import MemoryTier
 from sapwood.tiers.packed import PackedTier
 from sapwood.tiers.parity import ParityTier
 from sapwood.tiers.partner import PartnerTier
+from sapwood.tiers.peers import PeerServer
 from sapwood.tiers.spec import NodeMap, TierSpec
 
-__all__ = ["make_tiers", "peer_folder"]
+__all__ = ["make_tiers", "peer_folder", "serve_peers"]
 
 _ON_PEERS = ("partner", "parity")
 
@@ -39,7 +41,7 @@ def peer_folder(specs: Sequence[TierSpec], nodes: NodeMap) -> Path | None:
     if len(given) > 1:
         raise ConfigError(f"tiers partner and parity share one folder, but {sorted(given)} are set")
     if given:
-        return Path(given.pop()) / nodes.node
+        return Path(given.pop()) / nodes.node / "kept"
     for spec in specs:
         if spec.kind == "local" and spec.place:
             return Path(spec.place) / nodes.node / "kept"
@@ -49,6 +51,23 @@ def peer_folder(specs: Sequence[TierSpec], nodes: NodeMap) -> Path | None:
         f"tier {kind}: no folder is set for what this node keeps for others; write it as "
         f"{example}, or add a local tier"
     )
+
+
+def serve_peers(specs: Sequence[TierSpec], nodes: NodeMap) -> ExitStack:
+    """Keep for other nodes what they send, at the address agreed on; closing the result ends it.
+
+    Does nothing if no tier rests on other nodes.
+
+    Raises:
+        ConfigError: the address is taken, or no folder is set.
+    """
+    stack = ExitStack()
+    folder = peer_folder(specs, nodes)
+    if folder is not None and nodes.node in nodes.addresses:
+        host, _, port = nodes.addresses[nodes.node].rpartition(":")
+        server = PeerServer(folder, nodes.token, host=host.strip("[]"), port=int(port))
+        stack.enter_context(server)
+    return stack
 
 
 def _folder(spec: TierSpec) -> str:

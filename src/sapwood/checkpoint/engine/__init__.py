@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from sapwood.checkpoint.engine.address import find_address, resolved
@@ -15,7 +16,7 @@ from sapwood.checkpoint.engine.pipeline import Pipeline
 from sapwood.checkpoint.engine.reach import Reach
 from sapwood.checkpoint.settings import CheckpointSettings
 from sapwood.tiers.base import Tier
-from sapwood.tiers.make import make_tiers
+from sapwood.tiers.make import make_tiers, serve_peers
 from sapwood.tiers.spec import NodeMap, TierSpec
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,11 @@ def start_engine(
         CheckpointError: there is no engine, and none can be started.
     """
     if settings.engine == "sync":
+        leads = rank == min(nodes.ranks, default=rank)
+        peers = serve_peers(specs, nodes) if leads else ExitStack()
         tiers = make_tiers(specs, nodes)
-        pipeline = Pipeline(list(zip(specs, tiers, strict=True)), listener)
+        pairs = list(zip(specs, tiers, strict=True))
+        pipeline = Pipeline(pairs, listener, on_close=peers.close)
         return InRank(pipeline, listener, timeout=settings.drain_timeout)
     places = resolved(specs)
     reach = Reach(

@@ -71,8 +71,17 @@ class _Load:
 class Pipeline:
     """The tiers of a node (in ``sync`` mode, of a rank) and the shards on their way there."""
 
-    def __init__(self, tiers: Sequence[tuple[TierSpec, Tier]], tell: Listener) -> None:
-        """``tell`` hears of shards without a listener of their own, on the pipeline's threads."""
+    def __init__(
+        self,
+        tiers: Sequence[tuple[TierSpec, Tier]],
+        tell: Listener,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``tell`` hears of shards without a listener of their own, on the pipeline's threads.
+
+        ``on_close`` ends what the tiers need from others, after the tiers themselves.
+        """
+        self._on_close = on_close
         self.tiers = {tier.name: tier for _, tier in tiers}
         self._specs = {tier.name: spec for spec, tier in tiers}
         self._tell = tell
@@ -113,6 +122,7 @@ class Pipeline:
             worker.close(5.0)
         for tier in self.tiers.values():
             tier.close()
+        self._on_close()
         return done
 
     # -- on the threads ----------------------------------------------------------------------

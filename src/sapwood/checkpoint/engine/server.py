@@ -19,7 +19,7 @@ from sapwood.checkpoint.engine.requests import serve_request
 from sapwood.checkpoint.engine.session import Session
 from sapwood.checkpoint.engine.wire import Closed, Wire, WireError
 from sapwood.errors import SapwoodError
-from sapwood.tiers.make import make_tiers
+from sapwood.tiers.make import make_tiers, serve_peers
 
 __all__ = ["Server"]
 
@@ -168,8 +168,14 @@ class Server:
         with self._lock:
             if key not in self.pipelines:
                 specs, nodes = to_config(config)
-                tiers = make_tiers(specs, nodes)
-                self.pipelines[key] = Pipeline(list(zip(specs, tiers, strict=True)), _unheard)
+                peers = serve_peers(specs, nodes)
+                try:
+                    tiers = make_tiers(specs, nodes)
+                except BaseException:
+                    peers.close()
+                    raise
+                pairs = list(zip(specs, tiers, strict=True))
+                self.pipelines[key] = Pipeline(pairs, _unheard, on_close=peers.close)
             return self.pipelines[key]
 
     def retire_others(self, pipeline: Pipeline) -> None:
