@@ -148,6 +148,8 @@ class Checkpointer:
             token=run.group.share_text("engine token", secrets.token_hex(16)),
             log=run.folder / f"engine-{self._nodes.node}.log",
         )
+        if self._nodes.addresses:
+            run.group.gather_text("engine", "ready")  # who looks at other nodes finds them
         self._subscriptions = [
             run.events.subscribe(TensorUpdated, self._updated, name="checkpoint"),
             run.events.subscribe(StepEnded, self._step_ended, name="checkpoint"),
