@@ -14,12 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sapwood.buffers import Arena
 from sapwood.checkpoint.engine.link import Refused
-from sapwood.checkpoint.engine.wire import Wire
+from sapwood.checkpoint.engine.pipeline import Pipeline
+from sapwood.checkpoint.engine.session import Session
+from sapwood.checkpoint.engine.wire import Wire, WireError
 from sapwood.errors import CheckpointError
 from sapwood.tiers.base import Stored, read_range
 from sapwood.tiers.external import ExternalTier
+from sapwood.tiers.memory import MemoryTier
 from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.spec import TierSpec
 from tests.checkpoint import engines
 from tests.checkpoint.engines import Rank, armed, pid_of, rank, see_end, until
 from tests.tiers import contract, shards
@@ -63,7 +68,7 @@ def test_it_is_small_polite_and_detached(place: Path) -> None:
         assert "numpy" in maps
         assert "torch" not in maps
         assert os.getsid(pid) not in (os.getsid(0), os.getsid(os.getpid()))
-        assert os.getpriority(os.PRIO_PROCESS, pid) == 10
+        assert os.getpriority(os.PRIO_PROCESS, pid) == max(10, os.getpriority(os.PRIO_PROCESS, 0))
         assert os.sched_getscheduler(pid) == os.SCHED_BATCH
         assert Path(f"/proc/{pid}/cwd").readlink() == Path("/")
         found = engines.descriptors(pid)
@@ -294,6 +299,51 @@ def test_a_rank_that_talks_nonsense_is_sent_away_and_may_come_back(
         assert one.engine.drain(30)
         assert one.durable() == {(1, tier) for tier in BOTH}
         assert one.engine.pid == pid
+
+
+def test_orders_of_an_older_connection_are_refused() -> None:
+    tier = MemoryTier()
+    pipeline = Pipeline([(TierSpec(kind="memory"), tier)], lambda progress: None)
+    session = Session("s", pipeline)
+    pairs = [socket.socketpair(socket.AF_UNIX) for _ in range(2)]
+    older, newer = (Wire(left, send_timeout=1) for left, _ in pairs)
+    assert session.attach(older, 0)
+    with session.order_from(older):
+        session.lend(0, Arena(64))
+    assert session.attach(newer, 1)
+    with pytest.raises(WireError, match="connected again"), session.order_from(older):
+        pytest.fail("an arena could be read while it is filled")
+    assert not session.attach(older, 0), "a hello that comes late takes nothing over"
+    assert not session.detach(older)
+    assert session.attached
+    assert session.detach(newer)
+    assert session.idle
+    pipeline.close(5)
+    for wire in (older, newer):
+        wire.close()
+    for _, right in pairs:
+        right.close()
+
+
+@pytest.mark.parametrize("size", [0, 10])
+def test_memory_that_is_no_arena_is_refused(place: Path, size: int) -> None:
+    with rank(place) as one:
+        link = one.engine._link
+        assert link is not None
+        fd = os.memfd_create("odd")
+        os.ftruncate(fd, size)
+        link.wire.send({"op": "lend", "arena": 99}, [fd])
+        os.close(fd)
+        if size:  # mapped, but no shard fits
+            one.arenas[99] = Arena(one.plan.shards[0].nbytes)
+            one.submit(1, 99)
+        assert link.finished.wait(30)
+        assert one.engine.drain(30)
+        until(lambda: one.engine._link not in (None, link), "it is found again")
+        one.submit(2, one.lend())
+        assert one.engine.drain(30)
+        assert {(2, tier) for tier in BOTH} <= one.durable()
+        assert not {(1, tier) for tier in BOTH} & one.durable()
 
 
 # -- accidents --------------------------------------------------------------------------------

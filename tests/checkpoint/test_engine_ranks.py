@@ -101,7 +101,7 @@ def test_all_ranks_are_killed_and_the_very_step_comes_back(
         ranks.spawn(go_on, 2, tmp_path, env=names)
     ):
         assert step == 3
-        # What another node has in memory must be sent; what is on a shared disk is read.
+        # A rank reads a shared disk rather than have another node's memory sent to it.
         assert set(tiers) == ({"memory"} if nodes == 1 else {"memory", "external"})
         assert same(restored, torch.load(tmp_path / f"died-{number}.pt"))
         assert losses == expected[number][0][3:]

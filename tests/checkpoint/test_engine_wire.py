@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -13,7 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sapwood.checkpoint.engine.base import Job
+from sapwood.checkpoint.engine.messages import from_job, from_plan, to_job, to_plan
 from sapwood.checkpoint.engine.wire import MAX_BODY, Closed, Late, Wire, WireError
+from sapwood.state.catalog import Catalog, Entry
+from sapwood.state.shards import plan_shards
+from sapwood.tiers.record import CheckpointId
 
 Pair = tuple[Wire, Wire, socket.socket]
 
@@ -151,3 +157,23 @@ def test_a_message_that_is_too_big_is_not_even_sent(pair: Pair) -> None:
         here.send({"op": "x", "text": "x" * MAX_BODY})
     here.send({"op": "y"})
     assert there.receive()[0] == {"op": "y"}
+
+
+def test_a_shard_is_handed_over_in_a_few_bytes_however_many_tensors_it_has() -> None:
+    def job(count: int) -> Job:
+        entries = (
+            Entry(file="model", name=f"layer.{n}.weight", dtype="F32", shape=(8, 8), holders=(0,))
+            for n in range(count)
+        )
+        plan = plan_shards(Catalog(tuple(entries)), 1)
+        id = CheckpointId(1, "0a1b2c")
+        return Job(
+            id=id, rank=0, arena=0, plan=plan, created=1.0, extras={"step": 1}, tiers=("memory",)
+        )
+
+    few, many = job(1), job(5000)
+    assert from_job(few, 1) == from_job(many, 1)
+    assert len(json.dumps(from_job(many, 1))) < 300
+    again = to_plan(json.loads(json.dumps(from_plan(1, many.plan, 0))))
+    assert again == many.plan
+    assert to_job(json.loads(json.dumps(from_job(many, 1))), again) == many

@@ -27,13 +27,20 @@ def reference(folder: Path, kind: str) -> tuple[list[float], list[dict[str, torc
     return losses, states
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("mode", MODES)
-def test_every_step_comes_back_bit_for_bit(tmp_path: Path, mode: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "kind", "engine"),
+    [
+        *((mode, kind, "sync") for mode in MODES for kind in ("sgd", "adamw")),
+        *((mode, "adamw", "node") for mode in MODES),
+    ],
+)
+def test_every_step_comes_back_bit_for_bit(
+    tmp_path: Path, mode: str, kind: str, engine: str
+) -> None:
     losses, states = reference(tmp_path, kind)
     saved = Training(tmp_path, kind)
     place = tmp_path / "ckpts"
-    with sapwood.Checkpointer(saved.run, place, every=1, mode=mode, engine="sync", keep=None) as c:
+    with sapwood.Checkpointer(saved.run, place, every=1, mode=mode, engine=engine, keep=None) as c:
         assert saved.steps(STEPS) == losses
         c.wait()
         assert [s.id.step for s in c.stats.saves] == list(range(1, STEPS + 1))
@@ -52,11 +59,12 @@ def test_every_step_comes_back_bit_for_bit(tmp_path: Path, mode: str, kind: str)
         again.close()
 
 
-def test_the_newest_is_restored_and_nothing_is_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["sync", "node"])
+def test_the_newest_is_restored_and_nothing_is_overwritten(tmp_path: Path, engine: str) -> None:
     place = tmp_path / "ckpts"
     for expected in (None, 4, 8):
         training = Training(tmp_path)
-        with sapwood.Checkpointer(training.run, place, every=2, engine="sync", keep=None) as c:
+        with sapwood.Checkpointer(training.run, place, every=2, engine=engine, keep=None) as c:
             loaded = c.restore_latest()
             assert (None if loaded is None else loaded.id.step) == expected
             training.steps(training.run.step_count + 4)
@@ -64,9 +72,10 @@ def test_the_newest_is_restored_and_nothing_is_overwritten(tmp_path: Path) -> No
     assert sorted(int(p.name.split("-")[0]) for p in place.iterdir()) == [2, 4, 6, 8, 10, 12]
 
 
-def test_save_by_hand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["sync", "node"])
+def test_save_by_hand(tmp_path: Path, engine: str) -> None:
     training = Training(tmp_path)
-    with sapwood.Checkpointer(training.run, tmp_path / "ckpts", engine="sync") as c:
+    with sapwood.Checkpointer(training.run, tmp_path / "ckpts", engine=engine) as c:
         training.steps(3)
         report = c.save()
         assert report.id.step == 3
@@ -121,9 +130,10 @@ def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
     other.close()
 
 
-def test_tensors_that_are_replaced_are_not_saved_stale(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["sync", "node"])
+def test_tensors_that_are_replaced_are_not_saved_stale(tmp_path: Path, engine: str) -> None:
     training = Training(tmp_path)
-    with sapwood.Checkpointer(training.run, tmp_path / "ckpts", every=1, engine="sync") as c:
+    with sapwood.Checkpointer(training.run, tmp_path / "ckpts", every=1, engine=engine) as c:
         training.steps(2)
         training.model.head.weight.data = torch.full((4, 64), 0.25)
         training.model.norm.running_mean = torch.full((8,), 3.0)

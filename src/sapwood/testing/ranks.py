@@ -14,7 +14,8 @@ rank, ``start`` gives the running group:
         outcomes = group.wait(timeout=30)
 
 Ranks come from multiprocessing's fork server with torch loaded, so that each starts in a fraction
-of a second. Nothing a rank started outlives its group.
+of a second. Nothing a rank started outlives its group, but for what detaches itself to do so (the
+checkpoint engine of a node): a test that has one sees it end, or ``hygiene`` finds it.
 """
 
 from __future__ import annotations

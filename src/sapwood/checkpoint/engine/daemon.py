@@ -74,7 +74,7 @@ def _settle() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     number = _IOPRIO_SET.get(platform.machine())

@@ -9,7 +9,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import sapwood
 from sapwood.checkpoint.engine.address import Address
 from sapwood.errors import CheckpointError
 
@@ -70,7 +69,7 @@ def _run(receiver: int, log: Path | None) -> None:
 
 
 def _environment() -> dict[str, str]:
-    root = str(Path(sapwood.__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[3])  # of the very package that runs here
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
     # numpy would start a thread per core for algebra that an engine never does.
     return {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

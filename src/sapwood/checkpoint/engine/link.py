@@ -37,6 +37,9 @@ class Link:
         self.wire = wire
         self.welcome = welcome
         self.pid, _ = wire.peer
+        self.plan: object = None
+        """The plan the engine was sent last, under ``plan_number``."""
+        self.plan_number = 0
         self._process = _open_process(self.pid)
         self._numbers = count()
         self._waiting: dict[int, queue.SimpleQueue[Answer | None]] = {}

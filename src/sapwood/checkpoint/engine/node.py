@@ -24,7 +24,6 @@ from sapwood.checkpoint.engine.remote import RemoteMemory
 from sapwood.checkpoint.engine.wire import WireError
 from sapwood.errors import CheckpointError
 from sapwood.runtime import faults
-from sapwood.state.shards import ShardPlan
 from sapwood.tiers.base import Stored
 from sapwood.tiers.record import CheckpointId
 
@@ -55,7 +54,6 @@ class NodeEngine:
         self._busy: dict[int, Link] = {}
         self._open: dict[Stored, tuple[Link, set[str]]] = {}
         self._telling = 0
-        self._plan: tuple[int, ShardPlan] | None = None
         self._state = threading.Condition()
         self._connecting = threading.Lock()
         self._link: Link | None = None
@@ -173,7 +171,6 @@ class NodeEngine:
         busy = set(welcome["busy"])
         under_way = {Stored(to_id(row[:2]), row[2]) for row in welcome["open"]}
         with self._state:
-            self._plan = None
             freed = [number for number in self._busy if number not in busy]
             gone = [shard for shard in self._open if shard not in under_way]
             self._busy.update(dict.fromkeys(self._busy.keys() & busy, link))
@@ -197,12 +194,13 @@ class NodeEngine:
             link.wire.shut()
 
     def _send_plan(self, link: Link, job: Job) -> int:
+        """The number by which the engine knows the job's plan; it is sent once, and large."""
         faults.point("engine.submit", step=job.id.step)
-        if self._plan is None or self._plan[1] is not job.plan:
-            number = 0 if self._plan is None else self._plan[0] + 1
-            link.wire.send(from_plan(number, job.plan, job.rank))
-            self._plan = (number, job.plan)
-        return self._plan[0]
+        if link.plan is not job.plan:
+            link.plan_number += 1
+            link.wire.send(from_plan(link.plan_number, job.plan, job.rank))
+            link.plan = job.plan
+        return link.plan_number
 
     # -- on the thread that reads ------------------------------------------------------------
 

@@ -39,9 +39,12 @@ def serve_request(
         if op == "goodbye":
             return True
         if op == "lend":
-            session.lend(int(message["arena"]), Arena.attach(fds.pop()))
+            _lend(session, wire, message, fds)
         elif op in _ORDERS:
-            _ORDERS[op](server, session, message)
+            with session.order_from(wire):
+                _ORDERS[op](session, message)
+            if op == "submit":
+                server.retire_others(session.pipeline)
         elif op in _QUESTIONS:
             _QUESTIONS[op](server, wire, message)
         else:
@@ -52,28 +55,38 @@ def serve_request(
     return False
 
 
+def _lend(session: Session, wire: Wire, message: Message, fds: list[int]) -> None:
+    arena = Arena.attach(fds[0])
+    fds.clear()  # it is the arena's now
+    try:
+        with session.order_from(wire):
+            session.lend(int(message["arena"]), arena)
+    except BaseException:
+        arena.close()
+        raise
+
+
 # -- orders: nothing is answered; what becomes of a shard is reported as it happens --------------
 
 
-def _plan(server: Server, session: Session, message: Message) -> None:
+def _plan(session: Session, message: Message) -> None:
     # A rank has one plan at a time; shards under way keep the one they came with.
     session.plans = {int(message["plan"]): to_plan(message)}
 
 
-def _submit(server: Server, session: Session, message: Message) -> None:
+def _submit(session: Session, message: Message) -> None:
     session.submit(to_job(message, session.plans[int(message["plan"])]))
-    server.retire_others(session.pipeline)
 
 
-def _recall(server: Server, session: Session, message: Message) -> None:
+def _recall(session: Session, message: Message) -> None:
     session.recall(int(message["arena"]))
 
 
-def _drop(server: Server, session: Session, message: Message) -> None:
+def _drop(session: Session, message: Message) -> None:
     session.pipeline.drop(to_id(message["id"]), [str(name) for name in message["tiers"]])
 
 
-_ORDERS: dict[str, Callable[[Server, Session, Message], None]] = {
+_ORDERS: dict[str, Callable[[Session, Message], None]] = {
     "plan": _plan,
     "submit": _submit,
     "recall": _recall,

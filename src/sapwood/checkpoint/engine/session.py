@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sapwood.buffers import Arena
@@ -85,6 +86,21 @@ class Session:
             busy = [number for number, lent in self._lent.items() if lent.shard is not None]
             return busy, [[s.id.step, s.id.attempt, s.rank] for s in self._open]
 
+    @contextmanager
+    def order_from(self, wire: Wire) -> Iterator[None]:
+        """Do something for the rank, unless it has connected again meanwhile.
+
+        It was then told what is in use, and may have filled an arena anew that an order still on
+        its way in the old connection speaks of.
+
+        Raises:
+            WireError: this is not the rank's newest connection.
+        """
+        with self._lock:
+            if self._wire is not wire:
+                raise WireError("this rank has connected again")
+            yield
+
     # -- what the rank asks for --------------------------------------------------------------
 
     def lend(self, number: int, arena: Arena) -> None:
@@ -92,7 +108,6 @@ class Session:
         with self._lock:
             old = self._lent.get(number)
             if old is not None and old.shard is not None:
-                arena.close()
                 raise ValueError(f"arena {number} is still in use")
             self._lent[number] = _Lent(arena)
         if old is not None:
