@@ -175,6 +175,13 @@ def test_a_step_that_a_later_attempt_only_began_is_still_found(capsys):
     assert ask(capsys, "inspect", "5")["id"] == name(5)
 
 
+@pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "diff", "repair", "prune", "export"])
+def test_the_help_of_each_verb_teaches_with_examples(verb, capsys):
+    text = told(capsys, verb, "--help")
+    assert text.count(f"sapwood ckpt {verb}") >= 3
+    assert verb in told(capsys, "--help")
+
+
 # -- inspect -------------------------------------------------------------------------------
 
 
