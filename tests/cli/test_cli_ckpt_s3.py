@@ -17,6 +17,7 @@ from sapwood.tiers.record import CheckpointId
 from tests.tiers.shards import ATTEMPT, shard
 
 s3 = pytest.importorskip("sapwood.tiers.s3")
+objects = pytest.importorskip("sapwood.tiers.s3.objects")
 seaweed = pytest.importorskip("sapwood.testing.seaweed")
 
 WORLD = 2
@@ -74,3 +75,13 @@ def test_shards_go_from_a_nodes_folder_to_a_bucket_and_back(place, capsys):
     LocalTier(Path("scratch/n0")).drop(CheckpointId(10, ATTEMPT))
     assert main(["ckpt", "repair", "scratch", "--from", place, "--yes"]) == 0
     assert main(["ckpt", "diff", "scratch/10", f"{place}/10"]) == 0
+
+
+def test_files_that_were_never_made_are_found_and_made(place, capsys):
+    tier = s3.S3Tier(place)
+    save(tier, 5)
+    home = CheckpointId(5, ATTEMPT).folder
+    objects.Objects(tier.place).delete([f"{home}/model.safetensors", f"{home}/manifest.json"])
+    assert main(["ckpt", "verify", "--place", place]) == 1
+    assert main(["ckpt", "repair", place, "--yes"]) == 0
+    assert main(["ckpt", "verify", "--place", place]) == 0
