@@ -175,6 +175,13 @@ def test_a_step_that_a_later_attempt_only_began_is_still_found(capsys):
     assert ask(capsys, "inspect", "5")["id"] == name(5)
 
 
+@pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "diff", "repair", "prune", "export"])
+def test_the_help_of_each_verb_teaches_with_examples(verb, capsys):
+    text = told(capsys, verb, "--help")
+    assert text.count(f"sapwood ckpt {verb}") >= 3
+    assert verb in told(capsys, "--help")
+
+
 # -- inspect -------------------------------------------------------------------------------
 
 
@@ -501,6 +508,10 @@ def test_repair_finishes_and_mends_assembled_checkpoints(capsys):
     age(Path("ckpts"))
     save("scratch", 5)
     flip(Path("ckpts", name(5), "model.safetensors"), 5000)
+    flip(Path("ckpts", name(5), "optimizer.safetensors"), 30)  # in its header
+    damages = ask(capsys, "verify", "5", code=1)["damages"]
+    assert [d["tensor"] for d in damages] == ["large", None]
+    assert "optimizer.safetensors" in damages[1]["problem"]
     states = [row["state"] for row in ask(capsys, "ls")]
     assert states == ["whole", "whole, not published", "shard 1 missing"]
     told(capsys, "repair", "--from", "scratch", "--yes")

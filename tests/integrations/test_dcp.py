@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from sapwood.errors import ConfigError
 from sapwood.integrations.dcp import SapwoodReader, SapwoodWriter
+from sapwood.integrations.dcp.manifest import Manifest
 from sapwood.testing import faults
+from sapwood.tiers.digest import digest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -232,6 +236,37 @@ def test_what_would_need_code_to_load_is_refused_when_saved():
         dcp.save({"thing": Foreign()}, storage_writer=SapwoodWriter("ckpts"))
     assert not list(Path("ckpts").glob("dcp-*"))
     assert not list(Path("ckpts/incoming").iterdir())
+
+
+class Bomb:
+    """Unpickled without restrictions, it leaves a mark."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("exploded"),)
+
+
+def test_code_in_a_save_is_never_run():
+    dcp.save({"value": 3, "weight": torch.ones(2)}, storage_writer=SapwoodWriter("ckpts"))
+    home = only_save()
+    bomb = io.BytesIO()
+    torch.save(Bomb(), bomb)
+    manifest = Manifest.decode((home / "manifest.json").read_bytes(), "manifest")
+    data = (home / "rank-0.bin").read_bytes()
+    planted = {"start": len(data), "nbytes": len(bomb.getvalue())}
+    items = tuple(
+        replace(item, **planted, digests=(digest(bomb.getvalue()),))
+        if item.index.fqn == "value"
+        else item
+        for item in manifest.items
+    )
+    (home / "rank-0.bin").write_bytes(data + bomb.getvalue())
+    files = {"rank-0.bin": len(data) + len(bomb.getvalue())}
+    (home / "manifest.json").write_bytes(replace(manifest, items=items, files=files).encode())
+    found = {"value": -1, "weight": torch.zeros(2)}
+    with pytest.raises(CheckpointException, match="value is not a plain value"):
+        dcp.load(found, storage_reader=SapwoodReader("ckpts"))
+    assert not Path("exploded").exists()
+    assert found["weight"].eq(0).all()
 
 
 def test_bad_settings_are_refused(tmp_path):

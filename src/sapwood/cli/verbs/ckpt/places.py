@@ -52,6 +52,8 @@ def find_tiers(place: str) -> list[Place]:
     """
     if place.startswith("s3://"):
         (tier,) = make_tiers([TierSpec.parse(place)], _HERE)
+        if not tier.shards():
+            raise CheckpointError(f"no checkpoints in {place}")
         return [Place(tier, place)]
     folder = Path(place)
     if not folder.is_dir():

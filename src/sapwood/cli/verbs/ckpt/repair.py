@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from sapwood.cli.verbs.ckpt.mend import is_sound, mend
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, Place, find_tiers
+from sapwood.cli.verbs.ckpt.published import damaged_headers, problem_of, rewrite_header
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, Leftover, survey
 from sapwood.cli.verbs.ckpt.words import age, duration, seconds
 from sapwood.errors import SapwoodError
@@ -140,9 +141,16 @@ def _homes_of(rank: int, here: Sequence[Place], ours: Sequence[Checkpoint]) -> l
 
 
 def _finishing(mine: Checkpoint) -> Iterator[_Step]:
-    """Publish a draft that has everything; only tiers that publish know how."""
-    if not mine.whole:
+    """Publish a draft that has everything, and the files other tools read; tiers know how."""
+    record = mine.any_record
+    if not mine.whole or record is None:
         return
+    for place in mine.places:
+        for path, layout in damaged_headers(place, mine.id, record.catalog):
+            yield _Step(f"rewrite the header of {path}", partial(rewrite_header, path, layout))
+        publish = getattr(place.tier, "publish", None)
+        if publish is not None and problem_of(place, mine.id) is not None:
+            yield _Step(f"publish {mine.id} in {place.label}", partial(publish, mine.id))
     for left in mine.drafts:
         finish = getattr(left.place.tier, "finish", None)
         if finish is not None:

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from sapwood.cli.verbs.ckpt.content import gaps
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, find_places
+from sapwood.cli.verbs.ckpt.published import problem_of
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, Copy, find_one, survey
 from sapwood.cli.verbs.ckpt.words import progress, size
 from sapwood.errors import CheckpointError, SapwoodError
@@ -119,6 +120,12 @@ def _check(one: Checkpoint, advance: Callable[[int], None]) -> Iterator[Damage]:
             problems = [str(error)]
         for problem in problems:
             yield Damage(shard=None, problem=problem, **facts)
+    for place in {copy.place.label: copy.place for copy in one.copies}.values():
+        wrong = problem_of(place, one.id)
+        if wrong is not None:
+            yield Damage(
+                checkpoint=one.id.folder, shard=None, where=place.label, problem=f"files: {wrong}"
+            )
 
 
 def _show(chosen: Sequence[Checkpoint], damages: Sequence[Damage], total: int) -> None:

@@ -1,0 +1,87 @@
+"""``sapwood ckpt`` on a bucket of a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from sapwood.cli.main import main
+from sapwood.tiers.local import LocalTier
+from sapwood.tiers.record import CheckpointId
+from tests.tiers.shards import ATTEMPT, shard
+
+s3 = pytest.importorskip("sapwood.tiers.s3")
+objects = pytest.importorskip("sapwood.tiers.s3.objects")
+seaweed = pytest.importorskip("sapwood.testing.seaweed")
+
+WORLD = 2
+BUCKET = "ckpts"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with seaweed.serve(tmp_path_factory.mktemp("seaweed")) as running:
+        running.make_bucket(BUCKET)
+        yield running
+
+
+@pytest.fixture
+def place(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+def save(tier: Any, *steps: int, ranks: Any = range(WORLD)) -> None:
+    for step in steps:
+        for rank in ranks:
+            tier.put(*shard(step, rank, WORLD))
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["ckpt", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_bucket_is_listed_verified_compared_exported_and_pruned(place, capsys):
+    assert main(["ckpt", "ls", place]) == 1
+    assert f"no checkpoints in {place}" in capsys.readouterr().err
+    save(s3.S3Tier(place), 5, 10)
+    assert [row["state"] for row in ask(capsys, "ls", place)] == ["whole", "whole"]
+    assert ask(capsys, "verify", "--place", place)["damages"] == []
+    assert ask(capsys, "inspect", f"{place}/latest")["id"] == CheckpointId(10, ATTEMPT).folder
+    assert main(["ckpt", "diff", f"{place}/5", f"{place}/10"]) == 1
+    assert main(["ckpt", "export", f"{place}/5", "model.safetensors"]) == 0
+    with safe_open("model.safetensors", "pt") as found:
+        assert found.get_tensor("half").dtype == torch.bfloat16
+    assert main(["ckpt", "prune", place, "--last", "1", "--yes"]) == 0
+    capsys.readouterr()
+    assert [row["step"] for row in ask(capsys, "ls", place)] == [10]
+
+
+def test_shards_go_from_a_nodes_folder_to_a_bucket_and_back(place, capsys):
+    save(LocalTier(Path("scratch/n0")), 5, 10)
+    save(s3.S3Tier(place), 10, ranks=[0])
+    assert main(["ckpt", "repair", place, "--from", "scratch", "--yes"]) == 0
+    capsys.readouterr()
+    (row,) = ask(capsys, "ls", place)
+    assert row["state"] == "whole"
+    LocalTier(Path("scratch/n0")).drop(CheckpointId(10, ATTEMPT))
+    assert main(["ckpt", "repair", "scratch", "--from", place, "--yes"]) == 0
+    assert main(["ckpt", "diff", "scratch/10", f"{place}/10"]) == 0
+
+
+def test_files_that_were_never_made_are_found_and_made(place, capsys):
+    tier = s3.S3Tier(place)
+    save(tier, 5)
+    home = CheckpointId(5, ATTEMPT).folder
+    objects.Objects(tier.place).delete([f"{home}/model.safetensors", f"{home}/manifest.json"])
+    assert main(["ckpt", "verify", "--place", place]) == 1
+    assert main(["ckpt", "repair", place, "--yes"]) == 0
+    assert main(["ckpt", "verify", "--place", place]) == 0
