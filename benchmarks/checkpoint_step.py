@@ -113,6 +113,9 @@ class CheckpointSession:
             contender=contender,
             baseline_steps=self.options["baseline_steps"],
         )
+        if self.excluded(contender, error_in(answers)):
+            self.names.remove(contender)
+            return {}
         if "steps" in answers[0]:
             return baseline_metrics(answers)
         return save_metrics(answers, durable=contender != "memcpy")
@@ -192,7 +195,8 @@ CONTENDERS = (
     Contender(
         name="dcp async hardest",
         role="peer",
-        note="kept stager, async staging, plan caching; waits for staging before update; as dcp",
+        note="kept stager, async staging, plan caching, buffers copied ahead; waits for staging "
+        "before update; as dcp",
     ),
     Contender(
         name="dcp async process",
@@ -202,7 +206,8 @@ CONTENDERS = (
     Contender(
         name="torch_checkpointing",
         role="peer",
-        note=f"pinned, non-blocking and direct I/O off; lock around update; {UNSYNCED}",
+        note="pinned, non-blocking and direct I/O off, buffers copied ahead; lock around update; "
+        f"{UNSYNCED}",
     ),
     Contender(name="torchsnapshot", role="peer", note=f"take, replicated; {UNSYNCED}"),
     Contender(name="torchsnapshot async", role="peer", note=f"async_take; {UNSYNCED}"),

@@ -21,7 +21,18 @@ from core.rank import Context
 
 from .files import sync_tree, tree_bytes
 from .savers import SAVERS, Saver
-from .training import Ddp, Sapwood, Training, Workload, digests, prepare, spoil, state_bytes
+from .training import (
+    Ddp,
+    Sapwood,
+    Training,
+    Workload,
+    clones,
+    digests,
+    prepare,
+    put_back,
+    spoil,
+    state_bytes,
+)
 
 __all__ = ["CONTENDERS", "create", "prepare", "size", "turn", "verify"]
 
@@ -75,8 +86,8 @@ class Contender(ABC):
         """The turn begins."""
 
     @abstractmethod
-    def checkpoint(self, after: Callable[[], None]) -> Save:
-        """Trains the step that is saved, calls ``after``, trains the next."""
+    def checkpoint(self) -> Save:
+        """Trains the step that is saved, and the next."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -112,7 +123,7 @@ class Peer(Contender):
     def place(self) -> Path:
         return self.folder / f"save-{self.saves}"
 
-    def checkpoint(self, after: Callable[[], None]) -> Save:
+    def checkpoint(self) -> Save:
         assert isinstance(self.training, Ddp)
         self.saves += 1
         begun = time.perf_counter()
@@ -120,9 +131,6 @@ class Peer(Contender):
         called = time.perf_counter()
         self.saver.save(self.place())
         blocking = time.perf_counter() - called
-        after()
-        resumed = time.perf_counter()
-        first = called + blocking - begun
         waited = 0.0
 
         def fence() -> None:
@@ -132,7 +140,7 @@ class Peer(Contender):
             waited = time.perf_counter() - start
 
         self.training.step(fence)
-        pair = first + time.perf_counter() - resumed
+        pair = time.perf_counter() - begun
         return Save(blocking=blocking + waited, pair=pair, called=called)
 
     def settle(self) -> None:
@@ -205,13 +213,12 @@ class Ours(Contender):
                 seconds += one.seconds
         return seconds
 
-    def checkpoint(self, after: Callable[[], None]) -> Save:
+    def checkpoint(self) -> Save:
         reports = self.checkpointer.stats.saves
         known, kept = len(reports), self.kept()
         self.saves += 1
         first = self.training.timed_step()
         called = time.perf_counter()
-        after()
         second = self.training.timed_step()
         blocking = self.kept() - kept
         self.checkpointer.wait()
@@ -247,7 +254,7 @@ def measured(contender: Contender) -> dict[str, Any]:
     leads = context.rank == 0
     cpu, had = (group_cpu_seconds(), tree_bytes(contender.folder)) if leads else (0.0, 0)
     context.barrier()
-    found = contender.checkpoint(lambda: None)
+    found = contender.checkpoint()
     contender.settle()
     context.barrier()
     if leads:
@@ -269,7 +276,13 @@ def turn(
 ) -> dict[str, Any]:
     if contender in BASELINES:
         return baseline(made[contender], context, baseline_steps)
-    chosen: Contender = made[contender]
+    try:
+        return save_once(made[contender])
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def save_once(chosen: Contender) -> dict[str, Any]:
     chosen.begin()
     for _ in range(chosen.warm_saves):
         plain_steps(chosen)
@@ -321,25 +334,39 @@ def verify(
 
 
 def saved_and_loaded(contender: Contender) -> dict[str, Any]:
-    """The digests are taken while the checkpoint is under way; the next step changes the state."""
+    """What the saved step left is known by training it again, from the state before it.
+
+    A digest taken between the save and the next step would give a capture time to finish, and so
+    hide one that the next step can tear.
+    """
     if isinstance(contender, Ours) and contender.mode == "auto":
-        for _ in range(AUTO_TURNS - 1):
-            contender.begin()
-            for _ in range(2):
-                plain_steps(contender)
-                measured(contender)
-            contender.end()
+        learn(contender)
     contender.begin()
-    training, live = contender.training, {}
+    training = contender.training
     plain_steps(contender)
-    contender.checkpoint(lambda: live.update(digests(training.plain, training.optimizer)))
+    before, steps = clones(training.plain, training.optimizer), training.steps
+    contender.checkpoint()
     contender.settle()
+    put_back(before, training.plain, training.optimizer)
+    training.steps = steps
+    training.step()
+    live = digests(training.plain, training.optimizer)
     contender.context.barrier()
     spoil(training.plain, training.optimizer)
     contender.restore()
     loaded = digests(training.plain, training.optimizer)
     contender.end()
     return {"live": live, "loaded": loaded}
+
+
+def learn(contender: Contender) -> None:
+    """Turns in which auto finds out what each way costs."""
+    for _ in range(AUTO_TURNS):
+        contender.begin()
+        for _ in range(2):
+            plain_steps(contender)
+            measured(contender)
+        contender.end()
 
 
 def size(workload: Workload, context: Context, made: dict[str, Any]) -> int:

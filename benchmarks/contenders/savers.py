@@ -56,6 +56,24 @@ class Saver(ABC):
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
 
 
+class BufferCopies:
+    """Copies of what forward changes, for peers that read the state while it runs.
+
+    They guard the update and not forward, so statistics of BatchNorm would be saved half new. The
+    copies are kept, so that a peer which remembers tensors finds them again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        saved = model.state_dict().keys()
+        self.live = {name: live for name, live in model.named_buffers() if name in saved}
+        self.copies = {name: live.clone() for name, live in self.live.items()}
+
+    def in_place_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.copies:
+            torch._foreach_copy_(list(self.copies.values()), list(self.live.values()))
+        return {**state, "model": {**state["model"], **self.copies}}
+
+
 def copy_optimizer(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
     """In place: cheaper than load_state_dict, which makes new tensors."""
     with torch.no_grad():
@@ -139,11 +157,14 @@ class DcpAsync(Dcp):
     def options(self) -> dict[str, Any]:
         return {}
 
+    def to_save(self) -> dict[str, Any]:
+        return self.state()
+
     def save(self, folder: Path) -> None:
         import torch.distributed.checkpoint as dcp
 
         self.pending = dcp.async_save(
-            self.state(), checkpoint_id=folder, process_group=self.group, **self.options()
+            self.to_save(), checkpoint_id=folder, process_group=self.group, **self.options()
         )
 
     def before_update(self) -> None:
@@ -167,6 +188,10 @@ class DcpAsyncHardest(DcpAsync):
 
         super().__init__(*given)
         self.stager = DefaultStager(StagingOptions(False, self.shared, True, False))
+        self.buffers = BufferCopies(self.model)
+
+    def to_save(self) -> dict[str, Any]:
+        return self.buffers.in_place_of(self.state())
 
     def options(self) -> dict[str, Any]:
         from torch.distributed.checkpoint import DefaultSavePlanner
@@ -212,9 +237,11 @@ class TorchCheckpointing(Saver):
             )
         )
         self.pending: Any = None
+        self.buffers = BufferCopies(self.model)
 
     def save(self, folder: Path) -> None:
-        self.pending = self.manager.save(str(folder), self.state())
+        state = self.buffers.in_place_of(self.state())
+        self.pending = self.manager.save(str(folder), state)
 
     def before_update(self) -> None:
         with self.manager.lock():

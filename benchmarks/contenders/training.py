@@ -152,3 +152,13 @@ def spoil(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         for tensor in state_tensors(model, optimizer).values():
             tensor.fill_(1)
+
+
+def clones(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state_tensors(model, optimizer).items()}
+
+
+def put_back(before: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for name, tensor in state_tensors(model, optimizer).items():
+            tensor.copy_(before[name])
