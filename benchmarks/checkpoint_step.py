@@ -6,19 +6,23 @@ python benchmarks/checkpoint_step.py --full --case workload=nt3 --case ranks=2
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from contenders.costs import (
+    DDP_BASELINE,
+    EVERY,
+    OURS_BASELINE,
+    baseline_metrics,
+    derive,
+    save_metrics,
+)
 from contenders.equality import differences, error_in, not_installed
 from core import Benchmark, Case, Contender, Extra, Metric, NotRun, Plan, RankGroup, Target, main
 from core.machine import field_of
-from core.model import Round
 
 MODULE = "contenders.checkpoint"
-EVERY = 15
-OURS_BASELINE, DDP_BASELINE = "no checkpoint, sapwood", "no checkpoint, ddp"
 DCP = ("dcp", "dcp async", "dcp async hardest", "dcp async process")
 # Both about 600 MB of state to save: weights and momentum, or weights and two moments.
 NT3 = {"filters": 16, "batch_size": 2}
@@ -125,51 +129,6 @@ class CheckpointSession:
 
     def close(self) -> None:
         self.group.close()
-
-
-def baseline_metrics(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    slowest = [max(times) for times in zip(*(answer["steps"] for answer in answers), strict=True)]
-    return {"step": statistics.median(slowest) * 1e3, "step_cpu": answers[0]["cpu"]}
-
-
-def save_metrics(answers: Sequence[Mapping[str, Any]], *, durable: bool) -> dict[str, float]:
-    """The slowest rank counts; ``pair`` and ``cpu`` still hold two steps of training."""
-    slowest = {
-        key: max(answer[key] for answer in answers) for key in ("blocking", "pair", "durable")
-    }
-    found = {
-        "blocking": slowest["blocking"] * 1e3,
-        "pair": slowest["pair"] * 1e3,
-        "cpu": answers[0]["cpu"],
-    }
-    preparations = [a["preparation"] for a in answers if a["preparation"] is not None]
-    if preparations:
-        found["preparation"] = max(preparations) * 1e3
-    if durable:
-        found["durable"] = slowest["durable"]
-        found["written"] = answers[0]["written"] / 1e6
-    else:
-        found["preparation"] = found["blocking"]
-    return found
-
-
-def derive(measured: Round) -> None:
-    """Costs beyond training: what the same round's baseline of the same trainer takes is taken off.
-
-    Ours is held against our own trainer without checkpoints, peers against DistributedDataParallel:
-    otherwise a faster or slower gradient exchange would look like a cost of checkpoints.
-    """
-    for name, metrics in measured.items():
-        pair, cpu = metrics.pop("pair", None), metrics.get("cpu")
-        base = measured.get(OURS_BASELINE if name.startswith("sapwood") else DDP_BASELINE, {})
-        if pair is None or not base:
-            metrics.pop("cpu", None)
-            continue
-        metrics["overhead"] = pair - 2 * base["step"]
-        metrics["overhead_step"] = metrics["overhead"] / base["step"] * 100
-        metrics["overhead_run"] = metrics["overhead"] / (EVERY * base["step"]) * 100
-        if cpu is not None:
-            metrics["cpu"] = cpu - 2 * base["step_cpu"]
 
 
 SYNCED = "fsync of files and folders by itself"
