@@ -12,9 +12,10 @@ import torch
 from core.processes import group_cpu_seconds
 from core.rank import Context
 
-from .checkpoint import ENGINE
 from .files import sync_tree, tree_bytes
-from .savers import SAVERS, Saver, TorchLoadMmap
+from .saver import Saver
+from .savers import SAVERS, TorchLoadMmap
+from .taking import ENGINE
 from .training import (
     Ddp,
     Sapwood,

@@ -1,84 +1,19 @@
-"""The peers: every other way to save and load the state of a DistributedDataParallel training.
-
-A peer gets what it needs to be at its best: a process group of its own, kept buffers, and in-place
-loading into state that exists already. Its packages are imported when it is made.
-"""
+"""All peers by name, and the limit."""
 
 from __future__ import annotations
 
-import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from core.rank import COLLECTIVE_TIMEOUT, Context
-from torch import Tensor, nn
+from core.rank import COLLECTIVE_TIMEOUT
+from torch import Tensor
 
-from .training import optimizer_tensors, state_tensors
-
-WAIT = COLLECTIVE_TIMEOUT.total_seconds()
-
-
-class Saver(ABC):
-    """One way to save. ``save`` and ``before_update`` are what training waits for."""
-
-    syncs = False
-    """Whether the files are durable when ``wait`` returns."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, context: Context
-    ) -> None:
-        self.model, self.optimizer, self.context = model, optimizer, context
-
-    @abstractmethod
-    def save(self, folder: Path) -> None: ...
-
-    def before_update(self) -> None:
-        """Before the first update after a save."""
-        return
-
-    def wait(self) -> None:
-        """Until the peer itself says that it is done."""
-        return
-
-    @abstractmethod
-    def load(self, folder: Path) -> None:
-        """Into the live tensors; all ranks call it."""
-
-    def close(self) -> None:
-        """Nothing is kept."""
-        return
-
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
-
-
-class BufferCopies:
-    """Copies of what forward changes, for peers that read the state while it runs.
-
-    They guard the update and not forward, so statistics of BatchNorm would be saved half new. The
-    copies are kept, so that a peer which remembers tensors finds them again.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        saved = model.state_dict().keys()
-        self.live = {name: live for name, live in model.named_buffers() if name in saved}
-        self.copies = {name: live.clone() for name, live in self.live.items()}
-
-    def in_place_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        if self.copies:
-            torch._foreach_copy_(list(self.copies.values()), list(self.live.values()))
-        return {**state, "model": {**state["model"], **self.copies}}
-
-
-def copy_optimizer(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
-    """In place: cheaper than load_state_dict, which makes new tensors."""
-    with torch.no_grad():
-        for number, name, tensor in optimizer_tensors(optimizer):
-            tensor.copy_(state[number][name])
+from .dcp import Dcp, DcpAsync, DcpAsyncHardest, DcpAsyncProcess
+from .saver import WAIT, BufferCopies, Saver, copy_optimizer
+from .training import state_tensors
 
 
 class TorchSave(Saver):
@@ -118,104 +53,6 @@ class Safetensors(Saver):
         ):
             for name, tensor in state_tensors(self.model, self.optimizer).items():
                 tensor.copy_(file.get_tensor(name))
-
-
-class Dcp(Saver):
-    """torch.distributed.checkpoint; its writer calls fsync for files, though not for folders."""
-
-    syncs = True
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        # Its background thread plans with collectives, which must not mix with the training's.
-        self.group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-
-    def save(self, folder: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(self.state(), checkpoint_id=folder, process_group=self.group)
-
-    def load(self, folder: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        # Tensors are loaded in place: nothing to copy afterwards.
-        dcp.load(self.state(), checkpoint_id=folder, process_group=self.group)
-
-    def close(self) -> None:
-        dist.destroy_process_group(self.group)
-
-
-class DcpAsync(Dcp):
-    """async_save as it comes: a new stager each time, which copies before the call returns."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.pending: Any = None
-
-    def options(self) -> dict[str, Any]:
-        return {}
-
-    def to_save(self) -> dict[str, Any]:
-        return self.state()
-
-    def save(self, folder: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        self.pending = dcp.async_save(
-            self.to_save(), checkpoint_id=folder, process_group=self.group, **self.options()
-        )
-
-    def before_update(self) -> None:
-        staged = getattr(self.pending, "staging_completion", None)
-        if staged is not None:
-            staged.result(WAIT)
-
-    def wait(self) -> None:
-        if self.pending is not None:
-            getattr(self.pending, "upload_completion", self.pending).result(WAIT)
-            self.pending = None
-
-
-class DcpAsyncHardest(DcpAsync):
-    """Kept buffers, staging in a thread, plans kept: the strongest setting without a GPU."""
-
-    shared = False
-
-    def __init__(self, *given: Any) -> None:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        super().__init__(*given)
-        self.stager = DefaultStager(StagingOptions(False, self.shared, True, False))
-        self.buffers = BufferCopies(self.model)
-
-    def to_save(self) -> dict[str, Any]:
-        return self.buffers.in_place_of(self.state())
-
-    def options(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint import DefaultSavePlanner
-
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        return {"async_stager": self.stager, "planner": planner}
-
-    def close(self) -> None:
-        self.stager.close()
-        super().close()
-
-
-class DcpAsyncProcess(DcpAsyncHardest):
-    """The same, written by a process of its own through shared memory."""
-
-    shared = True
-
-    def options(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-        return {
-            **super().options(),
-            "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
-        }
 
 
 class TorchCheckpointing(Saver):
