@@ -14,7 +14,11 @@ from .stats import Ratio, ratio_of_medians, summarise
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A bound on ours over the best peer, or on ours alone, that holds in every case it covers."""
+    """A bound on ours over the best peer, or on ours alone, that holds in every case it covers.
+
+    ``among`` names the contenders ours is compared with, where not all peers are meant: some of
+    them, or a limit.
+    """
 
     text: str
     metric: str
@@ -22,6 +26,7 @@ class Target:
     bound: float
     of: Literal["ours / best peer", "ours"] = "ours / best peer"
     contender: str = ""
+    among: Sequence[str] = ()
     where: Callable[[Case], bool] = lambda case: True
 
     def holds(self, figure: float) -> bool:
@@ -41,17 +46,24 @@ def medians(samples: Samples, names: Sequence[str], metric: str) -> dict[str, fl
     return {name: summarise(values).median for name, values in measured.items() if values}
 
 
-def best_peer(benchmark: Benchmark, samples: Samples, metric: Metric) -> str | None:
-    found = medians(samples, benchmark.named("peer"), metric.name)
+def best_peer(
+    benchmark: Benchmark, samples: Samples, metric: Metric, among: Sequence[str] = ()
+) -> str | None:
+    found = medians(samples, among or benchmark.named("peer"), metric.name)
     pick = min if metric.better == "lower" else max
     return pick(found, key=lambda name: found[name]) if found else None
 
 
-def ours_over_best(benchmark: Benchmark, samples: Samples, metric: Metric) -> Ratio | None:
-    peer = best_peer(benchmark, samples, metric)
+def ours_over_best(
+    benchmark: Benchmark, samples: Samples, metric: Metric, among: Sequence[str] = ()
+) -> Ratio | None:
+    peer = best_peer(benchmark, samples, metric, among)
     ours = next(iter(benchmark.named("ours")), "")
     values = samples.get(ours, {}).get(metric.name, [])
     if peer is None or not values:
+        return None
+    if summarise(samples[peer][metric.name]).median <= 0:
+        # A difference of two times that noise made negative: a ratio to it says nothing.
         return None
     return ratio_of_medians(values, samples[peer][metric.name])
 
@@ -59,7 +71,7 @@ def ours_over_best(benchmark: Benchmark, samples: Samples, metric: Metric) -> Ra
 def figure_of(target: Target, benchmark: Benchmark, samples: Samples) -> Ratio | None:
     metric = next(metric for metric in benchmark.metrics if metric.name == target.metric)
     if target.of == "ours / best peer":
-        return ours_over_best(benchmark, samples, metric)
+        return ours_over_best(benchmark, samples, metric, target.among)
     name = target.contender or next(iter(benchmark.named("ours")), "")
     values = samples.get(name, {}).get(metric.name, [])
     if not values:

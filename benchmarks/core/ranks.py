@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from .processes import GROUP_MARK
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 STDERR_TAIL = 3000
@@ -132,6 +135,8 @@ class RankGroup:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
+            # Marks whatever the ranks start, also what detaches from them (see processes.py).
+            GROUP_MARK: secrets.token_hex(8),
             # Private namespaces have only the loopback, and host names do not resolve there.
             "GLOO_SOCKET_IFNAME": "lo",
         }

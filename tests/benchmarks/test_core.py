@@ -95,6 +95,22 @@ def test_target_is_judged_against_the_best_peer_in_every_case() -> None:
     assert "1 of 2" in verdict.detail
 
 
+def test_target_may_name_those_it_compares_with() -> None:
+    samples = result(1, mine=[9.0] * 5, slow=[20.0] * 5, fast=[10.0] * 5, floor=[6.0] * 5)
+    half = Target(text="x", metric="step", at="most", bound=0.5, among=("slow",))
+    assert judge(half, bench(), [samples]).figures == {"ranks=1": 0.45}
+    near = Target(text="x", metric="step", at="most", bound=2, among=("floor",))
+    assert judge(near, bench(), [samples]).figures == {"ranks=1": 1.5}
+    gone = Target(text="x", metric="step", at="most", bound=2, among=("missing",))
+    assert judge(gone, bench(), [samples]).verdict == "not judged"
+
+
+def test_no_ratio_to_a_peer_that_noise_made_negative() -> None:
+    target = Target(text="x", metric="step", at="most", bound=0.5)
+    verdict = judge(target, bench(), [result(1, mine=[3.0] * 5, fast=[-1.0] * 5)])
+    assert verdict.verdict == "not judged"
+
+
 def test_target_without_figures_is_not_judged() -> None:
     target = Target(text="x", metric="step", at="most", bound=1, where=lambda case: False)
     assert judge(target, bench(), [result(1, mine=[1.0])]).verdict == "not judged"
