@@ -158,3 +158,16 @@ def test_saving_by_hand_between_steps_that_are_due(tmp_path: Path) -> None:
         assert sorted(s.id.step for s in c.stats.saves) == [1, 2, 3, 4, 5, 6]
         assert c.stats.skipped == []
     training.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_are_saved_when_every_parameter_is_trained(tmp_path: Path, mode: str) -> None:
+    training = Training(tmp_path, frozen=False)
+    place = tmp_path / "ckpts"
+    with sapwood.Checkpointer(training.run, place, every=3, mode=mode, engine="sync") as c:
+        training.steps(3)
+        kept = training.state()
+        training.steps(5)
+        c.restore(3)
+        assert same(training.state(), kept)
+    training.close()

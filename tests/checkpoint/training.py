@@ -33,13 +33,11 @@ class Model(nn.Module):
         return self.head(F.dropout(F.relu(self.wide(self.frozen(y))), 0.3, self.training))
 
 
-def make_model(*, channels_last: bool = True) -> Model:
+def make_model(*, frozen: bool) -> Model:
     model = models.seeded(Model)
     assert isinstance(model, Model)
-    model.frozen.requires_grad_(False)
-    if channels_last:
-        model.to(memory_format=torch.channels_last)
-    return model
+    model.frozen.requires_grad_(not frozen)
+    return model.to(memory_format=torch.channels_last)
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -59,10 +57,12 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 class Training:
     """A run with a scheduler, stepped one step at a time."""
 
-    def __init__(self, folder: Path, kind: str = "adamw", **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, kind: str = "adamw", *, frozen: bool = True, **settings: Any
+    ) -> None:
         self.rank = int(os.environ.get("RANK", 0))
         torch.manual_seed(100 + self.rank)
-        self.model = make_model()
+        self.model = make_model(frozen=frozen)
         self.optimizer = make_optimizer(kind, self.model)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.5)
         self.run = sapwood.Run(

@@ -56,6 +56,7 @@ class Staging:
         self._contents = contents
         self._shard = shard
         self._made: dict[tuple[str, ...], Batch] = {}
+        self._of_buffers: Batch | None = None
         owned = {key for keys in contents.by_parameter.values() for key in keys}
         self._others = [key for key in contents.tensors if key not in owned]
 
@@ -70,10 +71,9 @@ class Staging:
 
     def of_buffers(self) -> Batch:
         """The pieces that belong to no parameter."""
-        batch = self._made.get(())
-        if batch is None:
-            batch = self._made[()] = self._batch(self._others)
-        return batch
+        if self._of_buffers is None:
+            self._of_buffers = self._batch(self._others)
+        return self._of_buffers
 
     def _batch(self, keys: Iterable[Key]) -> Batch:
         pieces = [p for key in keys if (p := self._shard.by_key.get(key)) is not None]
