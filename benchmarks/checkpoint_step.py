@@ -6,6 +6,7 @@ python benchmarks/checkpoint_step.py --full --case workload=nt3 --case ranks=2
 
 from __future__ import annotations
 
+import collections
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from core import Benchmark, Case, Contender, Extra, Metric, NotRun, Plan, RankGr
 from core.machine import field_of
 
 MODULE = "contenders.checkpoint"
+OURS = "sapwood"
 DCP = ("dcp", "dcp async", "dcp async hardest", "dcp async process")
 # Both about 600 MB of state to save: weights and momentum, or weights and two moments.
 NT3 = {"filters": 16, "batch_size": 2}
@@ -76,6 +78,7 @@ class CheckpointSession:
     def __init__(self, case: Case, names: Sequence[str], options: Mapping[str, Any]) -> None:
         self.case, self.options = case, options
         self.extra = Extra()
+        self.chosen: collections.Counter[str] = collections.Counter()
         check_memory(case, options["workloads"])
         self.group = RankGroup(
             MODULE,
@@ -129,11 +132,16 @@ class CheckpointSession:
         if self.excluded(contender, error_in(answers)):
             self.names.remove(contender)
             return {}
+        if contender == OURS:
+            self.chosen[answers[0]["mode"]] += 1
         if "steps" in answers[0]:
             return baseline_metrics(answers)
         return save_metrics(answers, durable=contender != "memcpy")
 
     def finish(self) -> Extra:
+        if self.chosen:
+            times = ", ".join(f"{mode} {count}" for mode, count in self.chosen.items())
+            self.extra.facts["auto captured:"] = times
         return self.extra
 
     def close(self) -> None:
