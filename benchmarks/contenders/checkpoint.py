@@ -37,8 +37,8 @@ BASELINES: dict[str, type[Training]] = {
     "no checkpoint, ddp": Ddp,
     "no checkpoint, sapwood": Sapwood,
 }
-# auto tries two ways twice each; a turn tells it of two checkpoints, or one.
-AUTO_TURNS = 4
+# auto tries two ways twice each, and a turn has two checkpoints.
+AUTO_TURNS = 2
 
 
 def measured(contender: Contender) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Save:
     pair: float
     """The step that was saved and the next one."""
     preparation: float | None = None
+    mode: str = ""
+    """How ours captured it."""
     called: float = 0.0
     durable: float = 0.0
     written: int = 0
@@ -203,6 +205,7 @@ class Ours(Contender):
             blocking=blocking,
             pair=first + second,
             preparation=reports[-1].preparation_seconds,
+            mode=reports[-1].mode,
             called=called,
         )
 
