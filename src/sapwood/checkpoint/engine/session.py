@@ -36,9 +36,10 @@ class _Lent:
 class Session:
     """What the engine holds for one rank, from its first hello to its end, or its work's end."""
 
-    def __init__(self, name: str, pipeline: Pipeline) -> None:
+    def __init__(self, name: str, group: str, pipeline: Pipeline) -> None:
         """``name`` is drawn by the rank: by it, it is known again when a connection broke."""
         self.name = name
+        self.group = group
         self.pipeline = pipeline
         self.attempt = -1
         self.plans: dict[int, ShardPlan] = {}
