@@ -46,7 +46,7 @@ class Server:
         self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._group = ""
-        self._dead: set[str] = set()
+        self._dead: dict[str, str] = {}  # the groups of sessions that broke off
         self._alone_since = time.monotonic()
         self._grace = max(linger, _FIRST_CONTACT)
         self._ending = threading.Event()
@@ -147,6 +147,7 @@ class Server:
             if not session.attach(wire, int(hello["attempt"])):
                 raise WireError("a later connection of this rank is there already")
             session.pipeline = pipeline
+            self._dead.pop(name, None)
             self._linger, self._group = float(hello["linger"]), group
         log.info("process %d is here as session %s", pid, name)
         return session
@@ -155,10 +156,10 @@ class Server:
         with self._lock:
             if session.detach(wire):
                 if not clean:
-                    self._dead.add(session.group)
+                    self._dead[session.name] = session.group
                 # Every rank of the newest group said goodbye: end at once. Some died: it may be
                 # started again.
-                self._grace = self._linger if self._group in self._dead else 0.0
+                self._grace = self._linger if self._group in self._dead.values() else 0.0
                 self._alone_since = time.monotonic()
         log.info("session %s %s", session.name, "said goodbye" if clean else "is gone")
         os.eventfd_write(self._wake, 1)

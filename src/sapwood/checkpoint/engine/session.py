@@ -136,7 +136,8 @@ class Session:
             if not self._open[shard]:
                 del self._open[shard]
         given_back: Callable[[], None] = lambda: self._given_back(job.arena, lent)  # noqa: E731
-        self.pipeline.submit(job, lent.arena.bytes, given_back, self.tell)
+        # No memory has zero bytes, but a shard may.
+        self.pipeline.submit(job, lent.arena.bytes[:nbytes], given_back, self.tell)
 
     def arena_of(self, shard: Stored) -> Arena | None:
         """The arena a shard is in, if it is in one of this rank's."""
