@@ -17,7 +17,7 @@ from .saver import Saver
 from .savers import SAVERS
 from .training import Ddp, Sapwood, Training
 
-ENGINE = "sync"
+ENGINE = "node"
 """How ours carries checkpoints on: "node" (a process of its own) or "sync" (in the rank)."""
 MODES = {
     "sapwood": "auto",

@@ -304,7 +304,7 @@ def test_a_rank_that_talks_nonsense_is_sent_away_and_may_come_back(
 def test_orders_of_an_older_connection_are_refused() -> None:
     tier = MemoryTier()
     pipeline = Pipeline([(TierSpec(kind="memory"), tier)], lambda progress: None)
-    session = Session("s", pipeline)
+    session = Session("s", "g", pipeline)
     pairs = [socket.socketpair(socket.AF_UNIX) for _ in range(2)]
     older, newer = (Wire(left, send_timeout=1) for left, _ in pairs)
     assert session.attach(older, 0)

@@ -16,7 +16,8 @@ __all__ = ["adopt_orphans", "descendants", "die_with_parent", "end_descendants"]
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_DEADLINE = 10.0
-_ENGINE = b"sapwood.checkpoint.engine"  # as in `python -m sapwood.checkpoint.engine`
+# It outlives the ranks on purpose, with checkpoints they can no longer save, and ends by itself.
+_DETACHED = b"\0-m\0sapwood.checkpoint.engine\0"
 
 
 def die_with_parent(parent: int) -> None:
@@ -37,13 +38,13 @@ def adopt_orphans() -> None:
 def end_descendants(grace: float) -> None:
     """End every process below this one: SIGTERM, ``grace`` seconds, then SIGKILL.
 
-    Except engines of checkpoints: they outlive a training on purpose, and end by themselves.
+    Spared are checkpoint engines: what they were given must not be lost.
     """
-    _signal_all(_to_end(), signal.SIGTERM)
+    _signal_all(_ours(), signal.SIGTERM)
     _reap_until(time.monotonic() + grace)
     deadline = time.monotonic() + _KILL_DEADLINE
     # A process may start another one while we look, so look again until there is none.
-    while (left := _to_end()) and time.monotonic() < deadline:
+    while (left := _ours()) and time.monotonic() < deadline:
         _signal_all(left, signal.SIGKILL)
         _reap_until(time.monotonic() + 0.2)
 
@@ -62,13 +63,13 @@ def descendants(root: int) -> set[int]:
     return found
 
 
-def _to_end() -> set[int]:
-    return {pid for pid in descendants(os.getpid()) if not _is_engine(pid)}
+def _ours() -> set[int]:
+    return {pid for pid in descendants(os.getpid()) if not _detached(pid)}
 
 
-def _is_engine(pid: int) -> bool:
+def _detached(pid: int) -> bool:
     with suppress(OSError):
-        return _ENGINE in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return _DETACHED in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
@@ -88,7 +89,7 @@ def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _reap_until(deadline: float) -> None:
-    while _to_end():
+    while _ours():
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -6,6 +6,7 @@ at once.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Mapping
@@ -46,7 +47,8 @@ class Reach:
         """
         older = self.address.read_token()
         tokens = [self.token] if older in (None, self.token) else [self.token, str(older)]
-        return connect(self.address, tokens, {**hello, "linger": self.linger})
+        group = hashlib.blake2b(self.token.encode(), digest_size=8).hexdigest()
+        return connect(self.address, tokens, {**hello, "group": group, "linger": self.linger})
 
     def find_or_start(self, hello: Mapping[str, Any], *, courtesy: float) -> Link:
         """Connect; if there is none, start one (other than the lowest rank ``courtesy`` s later).

@@ -45,7 +45,8 @@ class Server:
         self._linger = linger
         self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._died = False
+        self._group = ""
+        self._dead: dict[str, str] = {}  # the groups of sessions that broke off
         self._alone_since = time.monotonic()
         self._grace = max(linger, _FIRST_CONTACT)
         self._ending = threading.Event()
@@ -139,23 +140,26 @@ class Server:
         if hello["op"] != "hello" or not hmac.compare_digest(shown, self._token.encode()):
             raise WireError("the token is wrong: this engine belongs to another group")
         wire.patience(None)
-        name = str(hello["session"])
+        name, group = str(hello["session"]), str(hello["group"])
         pipeline = self._pipeline(hello["config"])
         with self._lock:
-            session = self.sessions.setdefault(name, Session(name, pipeline))
+            session = self.sessions.setdefault(name, Session(name, group, pipeline))
             if not session.attach(wire, int(hello["attempt"])):
                 raise WireError("a later connection of this rank is there already")
             session.pipeline = pipeline
-            self._linger, self._died = float(hello["linger"]), False
+            self._dead.pop(name, None)
+            self._linger, self._group = float(hello["linger"]), group
         log.info("process %d is here as session %s", pid, name)
         return session
 
     def _left(self, session: Session, wire: Wire, *, clean: bool) -> None:
         with self._lock:
             if session.detach(wire):
-                # Every rank said goodbye: end at once. One died: it may be started again.
-                self._died = self._died or not clean
-                self._grace = self._linger if self._died else 0.0
+                if not clean:
+                    self._dead[session.name] = session.group
+                # Every rank of the newest group said goodbye: end at once. Some died: it may be
+                # started again.
+                self._grace = self._linger if self._group in self._dead.values() else 0.0
                 self._alone_since = time.monotonic()
         log.info("session %s %s", session.name, "said goodbye" if clean else "is gone")
         os.eventfd_write(self._wake, 1)

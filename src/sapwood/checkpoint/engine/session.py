@@ -36,9 +36,10 @@ class _Lent:
 class Session:
     """What the engine holds for one rank, from its first hello to its end, or its work's end."""
 
-    def __init__(self, name: str, pipeline: Pipeline) -> None:
+    def __init__(self, name: str, group: str, pipeline: Pipeline) -> None:
         """``name`` is drawn by the rank: by it, it is known again when a connection broke."""
         self.name = name
+        self.group = group
         self.pipeline = pipeline
         self.attempt = -1
         self.plans: dict[int, ShardPlan] = {}
@@ -135,7 +136,8 @@ class Session:
             if not self._open[shard]:
                 del self._open[shard]
         given_back: Callable[[], None] = lambda: self._given_back(job.arena, lent)  # noqa: E731
-        self.pipeline.submit(job, lent.arena.bytes, given_back, self.tell)
+        # No memory has zero bytes, but a shard may.
+        self.pipeline.submit(job, lent.arena.bytes[:nbytes], given_back, self.tell)
 
     def arena_of(self, shard: Stored) -> Arena | None:
         """The arena a shard is in, if it is in one of this rank's."""

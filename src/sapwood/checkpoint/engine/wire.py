@@ -36,7 +36,7 @@ class WireError(CheckpointError):
 
 
 class Closed(WireError):
-    """The other side closed the connection, between two messages."""
+    """The other side has closed the connection, or ended."""
 
 
 class Late(WireError):
@@ -83,6 +83,8 @@ class Wire:
             except BlockingIOError as error:
                 self.shut()
                 raise Late("the other side does not read what it is sent") from error
+            except ConnectionError as error:
+                raise Closed(f"the other side is gone: {error.strerror or error}") from error
             except OSError as error:
                 raise WireError(f"cannot send: {error.strerror or error}") from error
 
@@ -127,6 +129,8 @@ class Wire:
                 part = self._some(min(left, 2**20), fds)
             except BlockingIOError as error:
                 raise Late("the other side did not answer in time") from error
+            except ConnectionError as error:
+                raise Closed(f"the other side is gone: {error.strerror or error}") from error
             except OSError as error:
                 raise WireError(f"cannot receive: {error.strerror or error}") from error
             if not part:
