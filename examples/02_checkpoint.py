@@ -74,6 +74,7 @@ def main() -> None:
                 run.step()
                 if run.rank == 0 and run.step_count % 20 == 0:
                     print(f"step {run.step_count:4d}  loss {loss.item():.4f}")
+            ckpt.save()  # whatever the last step was
         if run.rank == 0:
             blocked = [save.blocking_seconds * 1e3 for save in ckpt.stats.saves]
             print(f"{len(blocked)} checkpoints kept training waiting {sum(blocked):.1f} ms in all")

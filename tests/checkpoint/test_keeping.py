@@ -43,7 +43,7 @@ def test_what_is_newer_than_the_present_attempt_is_left_alone(tmp_path: Path) ->
 def test_the_last_ones_of_a_run(tmp_path: Path) -> None:
     training = Training(tmp_path)
     place = tmp_path / "ckpts"
-    with sapwood.Checkpointer(training.run, place, every=1, keep=2, engine="sync"):
+    with sapwood.Checkpointer(training.run, place, every=1, mode="lazy", keep=2, engine="sync"):
         training.steps(6)
     training.close()
     assert kept(place) == [5, 6]
@@ -69,6 +69,7 @@ def train_and_keep(folder: Path) -> list[tuple[int, str]]:
         training.run,
         folder / "ckpts",
         every=1,
+        mode="lazy",
         keep=2,
         engine="sync",
         on_durable=lambda report, tier: told.append((report.id.step, tier)),

@@ -64,7 +64,9 @@ def test_the_newest_is_restored_and_nothing_is_overwritten(tmp_path: Path, engin
     place = tmp_path / "ckpts"
     for expected in (None, 4, 8):
         training = Training(tmp_path)
-        with sapwood.Checkpointer(training.run, place, every=2, engine=engine, keep=None) as c:
+        with sapwood.Checkpointer(
+            training.run, place, every=2, mode="lazy", engine=engine, keep=None
+        ) as c:
             loaded = c.restore_latest()
             assert (None if loaded is None else loaded.id.step) == expected
             training.steps(training.run.step_count + 4)
@@ -88,7 +90,9 @@ def test_save_by_hand(tmp_path: Path, engine: str) -> None:
 
 def test_weights_alone(tmp_path: Path) -> None:
     training = Training(tmp_path)
-    with sapwood.Checkpointer(training.run, tmp_path / "ckpts", every=2, engine="sync") as c:
+    with sapwood.Checkpointer(
+        training.run, tmp_path / "ckpts", every=2, mode="lazy", engine="sync"
+    ) as c:
         training.steps(2)
         kept = training.state()
         training.steps(3)
@@ -105,7 +109,9 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
     training = Training(tmp_path)
-    with sapwood.Checkpointer(training.run, tmp_path / "ckpts", every=1, engine="sync"):
+    with sapwood.Checkpointer(
+        training.run, tmp_path / "ckpts", every=1, mode="lazy", engine="sync"
+    ):
         training.step()
     training.close()
     other = Training(tmp_path)
@@ -133,7 +139,9 @@ def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["sync", "node"])
 def test_tensors_that_are_replaced_are_not_saved_stale(tmp_path: Path, engine: str) -> None:
     training = Training(tmp_path)
-    with sapwood.Checkpointer(training.run, tmp_path / "ckpts", every=1, engine=engine) as c:
+    with sapwood.Checkpointer(
+        training.run, tmp_path / "ckpts", every=1, mode="lazy", engine=engine
+    ) as c:
         training.steps(2)
         training.model.head.weight.data = torch.full((4, 64), 0.25)
         training.model.norm.running_mean = torch.full((8,), 3.0)
@@ -148,12 +156,17 @@ def test_tensors_that_are_replaced_are_not_saved_stale(tmp_path: Path, engine: s
 def test_saving_by_hand_between_steps_that_are_due(tmp_path: Path) -> None:
     training = Training(tmp_path)
     with sapwood.Checkpointer(
-        training.run, tmp_path / "ckpts", every=2, keep=None, engine="sync", drain_timeout=20.0
+        training.run,
+        tmp_path / "ckpts",
+        every=2,
+        mode="lazy",
+        keep=None,
+        engine="sync",
+        drain_timeout=20.0,
     ) as c:
         for step in range(1, 7):
             training.step()
-            if step % 2:
-                c.save()
+            assert c.save().id.step == step  # of steps that were due, too
         c.wait()
         assert sorted(s.id.step for s in c.stats.saves) == [1, 2, 3, 4, 5, 6]
         assert c.stats.skipped == []

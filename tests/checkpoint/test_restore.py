@@ -15,7 +15,7 @@ from sapwood.testing import ranks
 from tests.checkpoint.training import Training, same
 
 STEPS = 4
-SETTINGS: dict[str, Any] = {"engine": "sync", "keep": None}
+SETTINGS: dict[str, Any] = {"engine": "sync", "keep": None, "mode": "lazy"}
 LOCAL = ("local",)
 BOTH = ("local", "external")
 State = dict[str, torch.Tensor]

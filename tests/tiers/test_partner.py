@@ -135,8 +135,8 @@ def specs(*texts: str) -> list[TierSpec]:
 def test_where_a_node_keeps_what_others_give_it(tmp_path: Path) -> None:
     nodes = NodeMap(node="a", rank_nodes=("a", "b"))
     assert peer_folder(specs("memory", "local:/x"), nodes) is None
-    assert peer_folder(specs("partner:/k"), nodes) == Path("/k/a")
-    assert peer_folder(specs("parity:1+1:/k"), nodes) == Path("/k/a")
+    assert peer_folder(specs("partner:/k"), nodes) == Path("/k/a/kept")
+    assert peer_folder(specs("parity:1+1:/k"), nodes) == Path("/k/a/kept")
     assert peer_folder(specs("local:/x", "partner", "parity:1+1"), nodes) == Path("/x/a/kept")
     with pytest.raises(ConfigError, match=r"no folder is set.*partner:/"):
         peer_folder(specs("partner"), nodes)

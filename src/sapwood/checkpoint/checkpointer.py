@@ -131,6 +131,8 @@ class Checkpointer:
         self._capture: Capture | None = None
         self._capture_step = 0
         self._saved = 0
+        self._latest = -1
+        self._said_rarer = False
         self._waited = 0.0
         self._failure: Exception | None = None
         self._stuck = False
@@ -175,7 +177,7 @@ class Checkpointer:
         """Take a checkpoint of the step that has just ended; all ranks must call it.
 
         Returns when the bytes are captured; ``wait`` waits until they are durable. ``metrics`` are
-        added to ``self.metrics`` first.
+        added to ``self.metrics`` first. A step that was due is saved already, and only reported.
 
         Raises:
             CheckpointError: no staging memory became free in time, or copying failed.
@@ -183,6 +185,8 @@ class Checkpointer:
         self._check_open()
         step = self._run.step_count
         self.metrics.update(metrics or {})
+        if step == self._latest:
+            return self._finished(step)
         self._disarm()
         capture = self._begin_within(step, self.settings.drain_timeout)
         if capture is None:
@@ -190,10 +194,16 @@ class Checkpointer:
                 f"earlier checkpoints were not written in {self.settings.drain_timeout:g} s"
             )
         self._end(capture, step)
-        self._raise_failure()
         self._arm(step + 1)
+        return self._finished(step)
+
+    def _finished(self, step: int) -> SaveReport:
+        """The report of a step whose capture has begun, once it is complete."""
+        self._worker.drain(self.settings.drain_timeout)
+        self._raise_failure()
         report = self.stats.of(CheckpointId(step, self._attempt))
-        assert report is not None
+        if report is None:
+            raise CheckpointError(f"step {step} was not captured; see the log")
         return report
 
     def _updated(self, event: TensorUpdated) -> None:
@@ -271,11 +281,22 @@ class Checkpointer:
     def _interval(self) -> int:
         if self.settings.mode != "auto":
             return 1
-        return self._choice.interval(self._clock.usual, self.settings.overhead)
+        steps = self._choice.interval(self._clock.usual, self.settings.overhead)
+        asked = self.settings.every or 1
+        if steps > asked and not self._said_rarer and self._run.group.rank == 0:
+            self._said_rarer = True
+            log.warning(
+                "checkpoints every %d steps would cost more than %g %% of the time and are taken "
+                "less often; raise overhead=, or insist with mode='lazy'",
+                asked,
+                self.settings.overhead * 100,
+            )
+        return steps
 
     def _end(self, capture: Capture, step: int) -> None:
         """The step's state is complete: take what is small at once, and let the capture end."""
         assert self._contents is not None
+        self._latest = step
         start = time.perf_counter()
         try:
             capture.metrics = dict(self.metrics)
@@ -378,6 +399,7 @@ class Checkpointer:
             except Exception as error:
                 self._failure = self._failure or error
         if job is None:
+            self._latest = -1  # it may be tried again
             self._freed(capture.staging.number)
             return
         report = SaveReport(

@@ -132,7 +132,7 @@ def _start(stage: Stage, result: Path, *more: object) -> int:
     script = Script(
         target="sapwood.cli.demo.training", module=True, args=tuple(map(str, arguments))
     )
-    return launch(Plan(script=script, ranks=_RANKS))
+    return launch(Plan(script=script, ranks=_RANKS, logs=stage.folder / "logs"))
 
 
 def _expect_success(code: int) -> None:

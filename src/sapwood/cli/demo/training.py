@@ -53,7 +53,9 @@ def _restore(
     stack: ExitStack, run: sapwood.Run, samples: _Samples, options: argparse.Namespace
 ) -> dict[str, Any]:
     ckpt = stack.enter_context(
-        sapwood.Checkpointer(run, options.ckpts, every=options.every, own={"samples": samples})
+        sapwood.Checkpointer(
+            run, options.ckpts, every=options.every, mode="lazy", own={"samples": samples}
+        )
     )
     loaded = ckpt.restore_latest()
     return {} if loaded is None else {"from": loaded.id.step, "tiers": loaded.tiers}

@@ -30,6 +30,12 @@ sapwood ckpt export latest model.safetensors
 ```
 """
 
-ckpt = App(name="ckpt", help=_ABOUT, help_format="markdown")
-for _verb in (ls, inspect, verify, diff, repair, prune, export):
-    ckpt.command(_verb)
+
+def __getattr__(name: str) -> App:
+    """A new ``ckpt`` for whoever asks: the list of verbs gives the one it gets a shorter help."""
+    if name != "ckpt":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    app = App(name="ckpt", help=_ABOUT, help_format="markdown")
+    for verb in (ls, inspect, verify, diff, repair, prune, export):
+        app.command(verb)
+    return app
