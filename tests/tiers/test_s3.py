@@ -262,6 +262,24 @@ def verify_all(here: S3Tier, stored: Stored) -> int:
         return verify(found)
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_drop_that_is_interrupted(weed: seaweed.Server, place: str, number: int) -> None:
+    here, store = tier(weed, place), objects(weed, place)
+    for rank in range(2):
+        here.put(*shard(7, rank, 2))
+    with (
+        faults.inject("s3", "raise", at=number, when=lambda op, **_: op == "delete"),
+        pytest.raises(faults.InjectedError),
+    ):
+        here.drop(ID)
+    assert bool(here.shards()) == (number == 1)
+    # While there is a manifest, the files it speaks of are there.
+    if f"{ID.folder}/manifest.json" in store.names():
+        check_files(store, ID, 2, {})
+    here.drop(ID)
+    assert store.names() == []
+
+
 def test_open_uploads_of_the_dead_are_aborted(weed: seaweed.Server, place: str) -> None:
     here = tier(weed, place)
     raw = Multipart(here.place)
@@ -343,7 +361,7 @@ def test_a_server_that_hangs(weed: seaweed.Server, place: str) -> None:
     patient, here = tier(weed, place), tier(weed, place, timeout=0.7, retries=0)
     large, small = shard(7, 0, 1, large=4_400_000, state=64), shard(8, 0, 1)
     patient.put(*small)
-    opened = here.open(Stored(small[0].id, 0))
+    opened = tier(weed, place, timeout=2.0, retries=0).open(Stored(small[0].id, 0))
     weed.pause()
     try:
         for call in (lambda: here.put(*small), lambda: here.put(*large), here.shards):
