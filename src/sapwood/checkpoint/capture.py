@@ -146,11 +146,14 @@ class Lazy(Capture):
         """Copy at once what nothing protects, and leave the rest to the background."""
         start = time.perf_counter()
         self._copy_rest()
-        # In the order in which the next step will want to update them.
-        for held in self._held:
-            self._worker.submit(held.copy)
+        self._worker.submit(self._copy_held)
         self.blocking_seconds += time.perf_counter() - start
         self.one_less()
+
+    def _copy_held(self) -> None:
+        # In the order in which the next step will want to update them.
+        for held in self._held:
+            held.copy()
 
     def abandon(self) -> None:
         """Let everybody go."""

@@ -132,6 +132,7 @@ class Checkpointer:
         self._capture_step = 0
         self._saved = 0
         self._latest = -1
+        self._trusted = False
         self._said_rarer = False
         self._waited = 0.0
         self._failure: Exception | None = None
@@ -275,6 +276,7 @@ class Checkpointer:
                 self._save_late(step)
                 return
             capture = fresh
+        self._trusted = True
         self._schedule.saved(step, at_least=self._interval())
         self._end(capture, step)
 
@@ -318,7 +320,8 @@ class Checkpointer:
         """Get ready to capture ``step``, if it is due."""
         if self._schedule.due == step:
             self._capture_step = step
-            self._capture = self._begin(step, self._mode())
+            # What was right at the last checkpoint is taken to be right; its end looks again.
+            self._capture = self._begin(step, self._mode(), trusting=self._trusted)
 
     def _disarm(self) -> None:
         """Give the staging memory back that waits for a step to come."""
@@ -330,9 +333,10 @@ class Checkpointer:
         mode = self.settings.mode
         return self._choice.mode if mode == "auto" else mode
 
-    def _begin(self, step: int, mode: str) -> Capture | None:
+    def _begin(self, step: int, mode: str, *, trusting: bool = False) -> Capture | None:
         """A capture into free staging memory; None if there is none."""
-        self._follow()
+        if not trusting:
+            self._follow()
         with self._lock:
             if not self._free:
                 return None
@@ -524,6 +528,7 @@ class Checkpointer:
             for note in (*self._extras.restore(loaded.common, loaded.mine), *loaded.skipped):
                 log.warning("while restoring %s: %s", loaded.id, note)
         run.resume_at(loaded.id.step)
+        self._trusted = False
         self._disarm()
         self._schedule.start(run.step_count)
         self._arm(run.step_count + 1)
