@@ -25,6 +25,7 @@ from .training import (
     Workload,
     clones,
     digests,
+    make,
     prepare,
     put_back,
     spoil,
@@ -107,11 +108,7 @@ def create(
     workload: Workload, context: Context, made: dict[str, Any], contender: str
 ) -> dict[str, Any]:
     """Makes a contender; a peer that cannot be made is reported and does not end the rank."""
-    try:
-        made[contender] = CONTENDERS[contender](workload, context)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {}
+    return make(CONTENDERS, workload, context, made, contender)
 
 
 def verify(

@@ -22,6 +22,7 @@ from .training import (
     Training,
     Workload,
     digests,
+    make,
     prepare,
     spoil,
     state_bytes,
@@ -124,11 +125,7 @@ class Memcpy(Restorer):
 def create(
     workload: Workload, context: Context, made: dict[str, Any], contender: str
 ) -> dict[str, Any]:
-    try:
-        made[contender] = CONTENDERS[contender](workload, context)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {}
+    return make(CONTENDERS, workload, context, made, contender)
 
 
 def save(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,3 +162,18 @@ def put_back(before: dict[str, Tensor], model: nn.Module, optimizer: torch.optim
     with torch.no_grad():
         for name, tensor in state_tensors(model, optimizer).items():
             tensor.copy_(before[name])
+
+
+def make(
+    contenders: Mapping[str, Callable[[Workload, Context], Any]],
+    workload: Workload,
+    context: Context,
+    made: dict[str, Any],
+    name: str,
+) -> dict[str, Any]:
+    """Adds a contender; one that cannot be made is reported and does not end the rank."""
+    try:
+        made[name] = contenders[name](workload, context)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {}

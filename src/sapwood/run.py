@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import functools
 import logging
 import platform
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +18,10 @@ from torch import Tensor, nn
 
 from sapwood import trace as tracing
 from sapwood._version import __version__
-from sapwood.errors import SapwoodError, UsageError
+from sapwood.errors import UsageError
 from sapwood.events import EventBus, StepEnded
 from sapwood.runtime import faults
+from sapwood.runtime.ending import AtExit
 from sapwood.runtime.folder import RunFolder, host_facts, new_run_id
 from sapwood.runtime.group import Group
 from sapwood.runtime.settings import UNSET, Resolved, resolve
@@ -113,9 +111,7 @@ class Run:
             raise
         self._mode = context.mode
         self.model = self._engine.model
-        # One object per run: atexit forgets every registration of an equal callable.
-        self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
-        atexit.register(self._at_exit)
+        self._at_exit = AtExit(self.close)
 
     def _start(
         self,
@@ -268,7 +264,7 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        self._at_exit.forget()
         error = error or self.group.board.uncaught
         if error is None:
             self.group.leave(self.step_count)
@@ -308,15 +304,6 @@ class Run:
             lines.append(f"group {number}: {len(group['params'])} parameters, {plain}")
         lines += [f"{k} = {v!r}" for k, v in dataclasses.asdict(settings).items()]
         return lines
-
-
-def _close_at_exit(method: weakref.WeakMethod[Any]) -> None:
-    close = method()
-    if close is not None:
-        try:
-            close()
-        except SapwoodError as error:
-            log.error("while closing at exit: %s", error)
 
 
 def _give_rank0_values(group: Group, model: nn.Module) -> None:

@@ -6,13 +6,10 @@ and reported here as it becomes safe in one tier after the other.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import logging
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -43,8 +40,9 @@ from sapwood.checkpoint.retention import Policy, last
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.checkpoint.staging import Staging
-from sapwood.errors import CheckpointError, ConfigError, SapwoodError
+from sapwood.errors import CheckpointError, ConfigError
 from sapwood.events import StepEnded, TensorUpdated
+from sapwood.runtime.ending import AtExit
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.settings import UNSET, resolve
 from sapwood.runtime.worker import Worker
@@ -158,8 +156,7 @@ class Checkpointer:
             run.events.subscribe(StepEnded, self._step_ended, name="checkpoint"),
         ]
         # After the run's own, and so before it: whoever forgets to close loses nothing.
-        self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
-        atexit.register(self._at_exit)
+        self._at_exit = AtExit(self.close)
         self._schedule.start(run.step_count)
         self._arm(run.step_count + 1)
 
@@ -552,7 +549,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        self._at_exit.forget()
         for subscription in self._subscriptions:
             subscription.cancel()
         if self._capture is not None:
@@ -581,15 +578,6 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError("this Checkpointer is closed; make a new one")
-
-
-def _close_at_exit(method: weakref.WeakMethod[Any]) -> None:
-    close = method()
-    if close is not None:
-        try:
-            close()
-        except SapwoodError as error:
-            log.error("while closing at exit: %s", error)
 
 
 def _schedulers(run: RunHandle) -> dict[str, Stateful]:

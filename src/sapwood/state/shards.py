@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from sapwood.state.catalog import Catalog, Entry
 
@@ -56,6 +57,26 @@ class Shard:
             return 0
         last = self.pieces[-1]
         return _aligned(last.at + last.nbytes)
+
+    def to_json(self, catalog: Catalog) -> list[list[int]]:
+        """Its pieces as plain values; they name tensors by their place in the catalog."""
+        index = {entry.key: n for n, entry in enumerate(catalog.entries)}
+        return [[index[p.key], p.start, p.stop, p.at] for p in self.pieces]
+
+    @classmethod
+    def from_json(cls, rank: int, catalog: Catalog, rows: Any) -> Shard:
+        """The reverse of ``to_json``.
+
+        Raises:
+            ValueError, TypeError, IndexError: these are no pieces of the catalog's tensors.
+        """
+        pieces = []
+        for number, start, stop, at in rows:
+            entry = catalog.entries[number]
+            if not 0 <= start <= stop <= entry.nbytes or at < 0:
+                raise ValueError(f"a piece of {entry.name} lies outside it")
+            pieces.append(Piece(file=entry.file, name=entry.name, start=start, stop=stop, at=at))
+        return cls(rank, tuple(pieces))
 
     @cached_property
     def by_key(self) -> Mapping[tuple[str, str], Piece]:

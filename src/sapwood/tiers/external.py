@@ -26,7 +26,7 @@ from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.assembly import AssembledShard, check_published, write_pieces
 from sapwood.tiers.base import Stored
 from sapwood.tiers.files import Files
-from sapwood.tiers.local import ranks_in, record_name
+from sapwood.tiers.local import entries_in, ranks_in, record_name
 from sapwood.tiers.manifest import MANIFEST, Manifest, check_agreement, join
 from sapwood.tiers.record import CheckpointId, ShardRecord
 
@@ -122,7 +122,7 @@ class ExternalTier:
     def finish_all(self) -> list[CheckpointId]:
         """Publish every complete checkpoint that was left unpublished; which ones."""
         done = []
-        for path in self._entries():
+        for path in entries_in(self.folder):
             id = CheckpointId.parse(path.name.removesuffix(PARTIAL))
             if path.suffix != PARTIAL or id is None:
                 continue
@@ -168,7 +168,7 @@ class ExternalTier:
 
     def shards(self) -> Sequence[Stored]:
         """Every shard whose record is there, also of checkpoints that are not complete."""
-        names = (path.name.removesuffix(PARTIAL) for path in self._entries())
+        names = (path.name.removesuffix(PARTIAL) for path in entries_in(self.folder))
         ids = {id for name in names if (id := CheckpointId.parse(name)) is not None}
         # In this order: what is renamed in between is still seen.
         homes = [(id, home) for id in ids for home in (self._partial(id), self._final(id))]
@@ -219,7 +219,7 @@ class ExternalTier:
 
     def _sweep(self) -> None:
         """Remove what a crash has left of checkpoints being removed."""
-        for path in self._entries():
+        for path in entries_in(self.folder):
             if path.suffix == DROPPED and CheckpointId.parse(path.stem) is not None:
                 self._files.remove_tree(path)
 
@@ -233,14 +233,6 @@ class ExternalTier:
 
     def _partial(self, id: CheckpointId) -> Path:
         return self.folder / (id.folder + PARTIAL)
-
-    def _entries(self) -> list[Path]:
-        try:
-            return sorted(self.folder.iterdir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise TierError(f"cannot list {self.folder}: {error.strerror or error}") from error
 
     def _guarded(self, what: str, work: Callable[[], T]) -> T:
         try:

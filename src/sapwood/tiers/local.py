@@ -54,7 +54,7 @@ class LocalTier:
     def shards(self) -> Sequence[Stored]:
         """Every shard whose record is there."""
         found = []
-        for home in self._homes():
+        for home in entries_in(self.folder):
             id = CheckpointId.parse(home.name)
             if id is not None:
                 found += [Stored(id, rank) for rank in ranks_in(home)]
@@ -79,13 +79,19 @@ class LocalTier:
     def close(self) -> None:
         """Nothing runs."""
 
-    def _homes(self) -> list[Path]:
-        try:
-            return sorted(self.folder.iterdir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise TierError(f"cannot list {self.folder}: {error.strerror or error}") from error
+
+def entries_in(folder: Path) -> list[Path]:
+    """What is in a tier's folder, in order; nothing if it was never made.
+
+    Raises:
+        TierError: it cannot be looked at now.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise TierError(f"cannot list {folder}: {error.strerror or error}") from error
 
 
 def record_name(rank: int) -> str:

@@ -96,7 +96,6 @@ class ShardRecord:
 
     def encode(self) -> bytes:
         """The record as a file's content."""
-        index = {entry.key: n for n, entry in enumerate(self.catalog.entries)}
         body = json.dumps(
             {
                 "format": FORMAT,
@@ -108,7 +107,7 @@ class ShardRecord:
                 "algorithm": self.algorithm,
                 "range_bytes": self.range_bytes,
                 "catalog": self.catalog.to_json(),
-                "pieces": [[index[p.key], p.start, p.stop, p.at] for p in self.shard.pieces],
+                "pieces": self.shard.to_json(self.catalog),
                 "digests": self.digests,
                 "extras": self.extras,
             },
@@ -174,18 +173,12 @@ def _decoded(body: Mapping[str, Any]) -> ShardRecord:
     if body["format"] != FORMAT:
         raise ValueError(f"its format is {body['format']!r}, expected {FORMAT!r}")
     catalog = Catalog.from_json(body["catalog"])
-    pieces = []
-    for number, start, stop, at in body["pieces"]:
-        entry = catalog.entries[number]
-        if not 0 <= start <= stop <= entry.nbytes or at < 0:
-            raise ValueError(f"a piece of {entry.name} lies outside it")
-        pieces.append(Piece(file=entry.file, name=entry.name, start=start, stop=stop, at=at))
     return ShardRecord(
         id=CheckpointId(int(body["step"]), str(body["attempt"])),
         rank=int(body["rank"]),
         world=int(body["world"]),
         catalog=catalog,
-        shard=Shard(int(body["rank"]), tuple(pieces)),
+        shard=Shard.from_json(int(body["rank"]), catalog, body["pieces"]),
         digests=tuple(tuple(map(str, marks)) for marks in body["digests"]),
         algorithm=str(body["algorithm"]),
         range_bytes=int(body["range_bytes"]),

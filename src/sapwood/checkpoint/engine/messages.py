@@ -8,7 +8,7 @@ from typing import Any
 
 from sapwood.checkpoint.engine.base import Durable, Failed, Freed, Job, Progress
 from sapwood.state.catalog import Catalog
-from sapwood.state.shards import Piece, Shard, ShardPlan
+from sapwood.state.shards import Shard, ShardPlan
 from sapwood.tiers.record import CheckpointId
 from sapwood.tiers.spec import NodeMap, TierSpec
 
@@ -33,15 +33,13 @@ _KINDS: dict[str, type[Freed] | type[Durable] | type[Failed]] = {
 
 def from_plan(number: int, plan: ShardPlan, rank: int) -> dict[str, Any]:
     """A plan, with the pieces of one rank only: the others' are not its engine's business."""
-    index = {entry.key: n for n, entry in enumerate(plan.catalog.entries)}
-    pieces = plan.shards[rank].pieces
     return {
         "op": "plan",
         "plan": number,
         "world": len(plan.shards),
         "rank": rank,
         "catalog": plan.catalog.to_json(),
-        "pieces": [[index[p.key], p.start, p.stop, p.at] for p in pieces],
+        "pieces": plan.shards[rank].to_json(plan.catalog),
     }
 
 
@@ -51,13 +49,7 @@ def to_plan(message: Mapping[str, Any]) -> ShardPlan:
     rank, world = int(message["rank"]), int(message["world"])
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} of {world}")
-    pieces = []
-    for number, start, stop, at in message["pieces"]:
-        entry = catalog.entries[number]
-        if not 0 <= start <= stop <= entry.nbytes or at < 0:
-            raise ValueError(f"a piece of {entry.name} lies outside it")
-        pieces.append(Piece(file=entry.file, name=entry.name, start=start, stop=stop, at=at))
-    mine = Shard(rank, tuple(pieces))
+    mine = Shard.from_json(rank, catalog, message["pieces"])
     return ShardPlan(catalog, tuple(mine if r == rank else Shard(r, ()) for r in range(world)))
 
 

@@ -1,0 +1,306 @@
+"""``sapwood ckpt`` verbs that write or remove: prune, repair, export."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import sapwood
+from sapwood.cli.verbs.ckpt.words import seconds
+from sapwood.errors import ConfigError
+from sapwood.tiers.local import LocalTier
+from sapwood.tiers.packed import PackedTier
+from sapwood.tiers.record import CheckpointId
+from tests.checkpoint.training import Training, same
+from tests.cli.checkpoints import WORLD, age, ask, flip, name, refused, save, tensor_bytes, told
+from tests.cli.helpers import environment
+from tests.tiers.shards import ATTEMPT, shard
+
+# -- prune ---------------------------------------------------------------------------------
+
+
+def steps(capsys, *places: str) -> list[int]:
+    return [row["step"] for row in ask(capsys, "ls", *places)]
+
+
+def test_prune_says_what_would_go_and_does_it_when_told(capsys):
+    save("ckpts", 5, 10, 15, 20)
+    save("ckpts/nodes/n0", 10)
+    text = told(capsys, "prune", "--last", "1", "--every", "10")
+    assert f"would remove {name(5)}" in text
+    assert f"would remove {name(15)}" in text
+    assert steps(capsys) == [5, 10, 15, 20]
+    told(capsys, "prune", "--last", "1", "--every", "10", "--yes")
+    assert steps(capsys) == [10, 20]
+    told(capsys, "prune", "--spaced", "1d", "--yes")
+    assert steps(capsys) == [10, 20]
+    told(capsys, "prune", "--last", "1", "--yes")
+    assert steps(capsys) == [20]
+    assert not list(Path("ckpts").rglob("00000010*"))
+
+
+def test_prune_never_takes_the_newest_whole_one(capsys):
+    save("ckpts", 5, 10)
+    save("ckpts", 15, ranks=[0])
+    text = told(capsys, "prune", "--every", "1000", "--yes")
+    assert "1 that are not whole were left alone" in text
+    assert steps(capsys) == [10, 15]
+
+
+def test_prune_by_metric_wants_to_know_which_way(capsys):
+    save("ckpts", 5)
+    assert "--lower or --higher" in refused(capsys, "prune", "--best", "loss")
+    assert "say what to keep" in refused(capsys, "prune")
+    assert "belong to --best" in refused(capsys, "prune", "--lower", "--last", "1")
+    assert "--spaced is 'soon'" in refused(capsys, "prune", "--spaced", "soon")
+
+
+def test_lengths_of_time():
+    assert [seconds(t, "--older") for t in ("90", "1.5m", "2h", "1d")] == [90, 90, 7200, 86400]
+    with pytest.raises(ConfigError, match="expected a time"):
+        seconds("-1h", "--older")
+
+
+# -- repair --------------------------------------------------------------------------------
+
+
+def leave_a_mess() -> list[Path]:
+    save("ckpts", 5, 10)
+    half_removed = Path("ckpts", name(1))
+    half_removed.mkdir()
+    (half_removed / "shard-0.bin").write_bytes(b"bytes without a record")
+    draft = Path("ckpts", name(5), ".shard-0.bin.draft-99")
+    draft.write_bytes(b"half")
+    dropped = Path("ckpts", f"{name(2)}.dropped")
+    dropped.mkdir()
+    return [half_removed, draft, dropped]
+
+
+def test_repair_leaves_what_is_young_and_does_nothing_unless_told(capsys):
+    mess = leave_a_mess()
+    assert "nothing to do" in told(capsys, "repair", "--yes")
+    for path in mess:
+        age(path)
+    text = told(capsys, "repair")
+    assert all(f"would remove {path} (untouched for 2h)" in text for path in mess)
+    assert all(path.exists() for path in mess)
+
+
+def test_repair_removes_what_dead_attempts_left(capsys):
+    mess = leave_a_mess()
+    for path in mess:
+        age(path)
+    told(capsys, "repair", "--yes")
+    assert not any(path.exists() for path in mess)
+    assert steps(capsys) == [5, 10]
+    assert "all sound" in told(capsys, "verify")
+
+
+def test_repair_leaves_alone_what_it_does_not_know(capsys):
+    save("ckpts", 5)
+    save("ckpts/nodes/n0/kept/partner", 5, ranks=[1])
+    fragment = Path("ckpts/nodes/n0/kept/parity", name(5), "0-of-3.bin")
+    notes = Path("ckpts", name(1), "notes.txt")
+    hidden = Path("ckpts/.old", name(1), "shard-0.bin")
+    for path in (fragment, notes, hidden):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"precious")
+        age(path.parent)
+    assert "nothing to do" in told(capsys, "repair", "--incomplete", "--yes")
+    assert all(path.exists() for path in (fragment, notes, hidden))
+    (row,) = ask(capsys, "ls")
+    assert [p["tier"] for p in row["places"].values()] == ["local", "partner"]
+
+
+def test_repair_copies_lost_and_damaged_shards_back(capsys):
+    save("ckpts", 5, 10)
+    save("scratch/n0", 5, 10, ranks=[0])
+    save("scratch/n1", 5, 10, ranks=[1])
+    flip(Path("ckpts", name(5), "shard-0.bin"), 3)
+    Path("ckpts", name(10), "shard-1.json").unlink()
+    text = told(capsys, "repair", "--from", "scratch")
+    assert f"would replace the damaged shard 0 of {name(5)}" in text
+    assert f"would copy the missing shard 1 of {name(10)}" in text
+    told(capsys, "verify", code=1)
+    told(capsys, "repair", "--from", "scratch", "--yes")
+    assert "all sound" in told(capsys, "verify")
+    told(capsys, "diff", "5", "scratch/5")
+
+
+def test_repair_puts_a_nodes_shards_back_on_that_node(capsys):
+    save("ckpts", 5, 10)
+    save("scratch/n0", 5, 10, ranks=[0])
+    save("scratch/n1", 5, 10, ranks=[1])
+    LocalTier(Path("scratch/n1")).drop(CheckpointId(10, ATTEMPT))
+    told(capsys, "repair", "scratch", "--from", "ckpts", "--yes")
+    assert Path("scratch/n1", name(10), "shard-1.json").exists()
+    assert not Path("scratch/n0", name(10), "shard-1.json").exists()
+
+
+def test_repair_never_copies_from_a_damaged_place(capsys):
+    save("ckpts", 5)
+    save("other", 5)
+    for place in ("ckpts", "other"):
+        flip(Path(place, name(5), "shard-0.bin"), 3)
+    assert "nothing to do" in told(capsys, "repair", "--from", "other", "--yes")
+
+
+def test_shards_that_are_stored_sparingly_are_read_and_mended(capsys):
+    tier = PackedTier(Path("scratch/n0"))
+    for step in (5, 10):
+        for rank in range(WORLD):
+            record, memory = shard(5, rank, WORLD)
+            tier.put(replace(record, id=CheckpointId(step, ATTEMPT)), memory)
+    assert list(Path("scratch/n0", name(10)).glob("*.base-0.bin"))
+    assert "0 are not" in told(capsys, "diff", "scratch/5", "scratch/10")
+    save("ckpts", 5)
+    flip(Path("scratch/n0", name(5), "shard-0.bin"), 3)  # which both checkpoints refer to
+    assert {
+        d["checkpoint"] for d in ask(capsys, "verify", "--place", "scratch", code=1)["damages"]
+    } == {
+        name(5),
+        name(10),
+    }
+    told(capsys, "repair", "scratch", "--from", "ckpts", "--yes")
+    told(capsys, "verify", "scratch/5")
+    told(capsys, "verify", "scratch/10", code=1)
+    assert not list(Path("scratch").rglob("*.safetensors"))
+
+
+def test_repair_fetches_a_newer_whole_one(capsys):
+    save("ckpts", 5)
+    save("other", 1, 10)
+    told(capsys, "repair", "--from", "other", "--yes")
+    assert steps(capsys) == [5, 10]
+
+
+def test_incomplete_ones_go_only_when_asked_and_only_behind_a_whole_one(capsys):
+    save("ckpts", 5, 15, ranks=[0])
+    save("ckpts", 10)
+    assert "nothing to do" in told(capsys, "repair")
+    told(capsys, "repair", "--incomplete", "--yes")
+    assert steps(capsys) == [10, 15]
+
+
+def test_repair_finishes_and_mends_assembled_checkpoints(capsys):
+    external = pytest.importorskip("sapwood.tiers.external")
+    tier = external.ExternalTier(Path("ckpts"))
+    for step in (5, 10):
+        for rank in range(WORLD):
+            tier.put(*shard(step, rank, WORLD))
+    Path("ckpts", name(10), "manifest.json").unlink()
+    Path("ckpts", name(10)).rename(Path("ckpts", f"{name(10)}.partial"))
+    tier.put(*shard(15, 0, WORLD))
+    age(Path("ckpts"))
+    save("scratch", 5)
+    flip(Path("ckpts", name(5), "model.safetensors"), 5000)
+    flip(Path("ckpts", name(5), "optimizer.safetensors"), 30)  # in its header
+    damages = ask(capsys, "verify", "5", code=1)["damages"]
+    assert [d["tensor"] for d in damages] == ["large", None]
+    assert "optimizer.safetensors" in damages[1]["problem"]
+    states = [row["state"] for row in ask(capsys, "ls")]
+    assert states == ["whole", "whole, not published", "shard 1 missing"]
+    told(capsys, "repair", "--from", "scratch", "--yes")
+    assert [r["state"] for r in ask(capsys, "ls")] == ["whole", "whole", "shard 1 missing"]
+    told(capsys, "verify", "5", "10")
+
+
+# -- export --------------------------------------------------------------------------------
+
+
+def test_export_writes_a_file_that_safetensors_reads(capsys):
+    save("ckpts", 5)
+    told(capsys, "export", "latest", "model.safetensors")
+    with safe_open("model.safetensors", "pt") as found:
+        assert sorted(found.keys()) == ["empty", "half", "large", "small"]
+        assert found.get_tensor("half").dtype == torch.bfloat16
+        assert found.get_tensor("small").shape == (3, 5)
+        assert found.get_tensor("large").numpy().tobytes() == tensor_bytes(5, "model", "large")
+    told(capsys, "export", "latest", "some.safetensors", "--tensors", "s*")
+    with safe_open("some.safetensors", "pt") as found:
+        assert list(found.keys()) == ["small"]
+    assert "never overwritten" in refused(capsys, "export", "5", "model.safetensors")
+    assert "ends in .safetensors" in refused(capsys, "export", "5", "model.txt")
+    assert "cannot write" in refused(capsys, "export", "5", "no/such/folder/model.safetensors")
+
+
+def test_export_of_a_damaged_checkpoint_leaves_no_file(capsys):
+    save("ckpts", 5)
+    flip(Path("ckpts", name(5), "shard-0.bin"), 3)
+    assert "do not match" in refused(capsys, "export", "5", "model.safetensors")
+    assert not list(Path().glob("*model*")) + list(Path().glob(".*model*"))
+
+
+def test_export_reads_around_damage_where_there_is_another_copy(capsys):
+    save("ckpts", 5)
+    save("ckpts/nodes/n0", 5)
+    flip(Path("ckpts", name(5), "shard-0.bin"), 3)
+    told(capsys, "export", "5", "model.safetensors", "--optimizer")
+    with safe_open("model.safetensors", "pt") as found:
+        for file, tensor in (("model", "large"), ("optimizer", "large/momentum_buffer")):
+            assert found.get_tensor(tensor).numpy().tobytes() == tensor_bytes(5, file, tensor)
+
+
+def test_only_export_to_pt_needs_torch(tmp_path):
+    save("ckpts", 5, 10)
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from sapwood.cli.main import main\n"
+        "for verb in (['ls'], ['inspect'], ['verify'], ['diff', '5', '5'], ['repair'],\n"
+        "             ['prune', '--last', '2'], ['export', '5', 'out.safetensors']):\n"
+        "    assert main(['ckpt', *verb]) == 0, verb\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path("out.safetensors").exists()
+
+
+# -- of a real training --------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(tmp_path) -> Training:
+    """Three checkpoints of a training of one rank, with a loss that gets better and worse."""
+    training = Training(tmp_path)
+    with sapwood.Checkpointer(training.run, "ckpts", engine="sync", keep=None) as saver:
+        for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0)):
+            training.steps(until=step)
+            saver.save(metrics={"loss": loss})
+    training.close()
+    return training
+
+
+def test_a_training_can_be_inspected_exported_and_pruned(trained, capsys):
+    facts = ask(capsys, "inspect")["extras"]
+    assert facts["learning_rates"] == [g["lr"] for g in trained.optimizer.param_groups]
+    assert {"python", "numpy", "torch"} <= set(facts["random_states"]["rank 0"])
+    assert facts["metrics"] == {"loss": 1.0}
+    assert len(told(capsys, "inspect")) < 8000
+
+    told(capsys, "export", "latest", "model.pt")
+    found = torch.load("model.pt", weights_only=True)
+    assert same(found, trained.model.state_dict())
+
+    told(capsys, "export", "latest", "all.pt", "--optimizer")
+    everything = torch.load("all.pt", weights_only=True)
+    assert same(everything["model"], trained.model.state_dict())
+    moments = everything["optimizer"]["state"]["head.weight"]
+    assert same(moments, dict(trained.optimizer.state[trained.model.head.weight]))
+    assert everything["step"] == 3
+
+    told(capsys, "prune", "--best", "loss", "--lower", "--yes")
+    assert steps(capsys) == [2, 3]
