@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import sapwood
-from sapwood.checkpoint.keeper import Keeper
+from sapwood.checkpoint.pruner import Pruner
 from sapwood.checkpoint.retention import any_of, best, every, last
 from sapwood.testing import ranks
 from sapwood.tiers.local import LocalTier
@@ -18,14 +18,14 @@ def kept(place: Path) -> list[int]:
     return sorted(int(p.name.split("-")[0]) for p in place.iterdir() if p.name[0] != ".")
 
 
-def test_a_keeper_also_judges_what_was_there_before(tmp_path: Path) -> None:
+def test_a_pruner_also_judges_what_was_there_before(tmp_path: Path) -> None:
     place = tmp_path / "tier"
     tier = LocalTier(place)
     for step in (1, 2, 3):
         tier.put(*shard(step, 0, 1))
-    keeper = Keeper(tier, last(2), lambda id, name: tier.drop(id))
+    pruner = Pruner(tier, last(2), lambda id, name: tier.drop(id))
     tier.put(*shard(4, 0, 1, attempt="00000b"))
-    keeper.whole(CheckpointId(4, "00000b"), 4.0, {})
+    pruner.whole(CheckpointId(4, "00000b"), 4.0, {})
     assert kept(place) == [3, 4]
 
 
@@ -34,9 +34,9 @@ def test_what_is_newer_than_the_present_attempt_is_left_alone(tmp_path: Path) ->
     tier = LocalTier(place)
     for step in (10, 20, 30):
         tier.put(*shard(step, 0, 1))
-    keeper = Keeper(tier, last(1), lambda id, name: tier.drop(id))
+    pruner = Pruner(tier, last(1), lambda id, name: tier.drop(id))
     tier.put(*shard(20, 0, 1, attempt="00000b"))
-    keeper.whole(CheckpointId(20, "00000b"), 99.0, {})
+    pruner.whole(CheckpointId(20, "00000b"), 99.0, {})
     assert kept(place) == [20, 30]
 
 

@@ -32,8 +32,8 @@ from sapwood.checkpoint.engine import (
     tiers_to_read,
 )
 from sapwood.checkpoint.extras import Extras, Stateful
-from sapwood.checkpoint.keeper import Keeper
 from sapwood.checkpoint.nodes import find_nodes, find_peers
+from sapwood.checkpoint.pruner import Pruner
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
 from sapwood.checkpoint.restore import Loaded, load_newest
 from sapwood.checkpoint.retention import Policy, last
@@ -139,7 +139,7 @@ class Checkpointer:
         self._worker = Worker("sapwood-capture")
         leads = self._nodes.ranks[0] == run.group.rank
         self._commit = Commit(run.group, self._attempt, self._whole, watches=leads)
-        self._keepers = self._make_keepers(retention) if leads else {}
+        self._pruners = self._make_pruners(retention) if leads else {}
         self._engine: Engine = start_engine(
             specs=self.specs,
             nodes=self._nodes,
@@ -463,17 +463,17 @@ class Checkpointer:
         report.whole.add(tier)
         if self._on_durable is not None and self._run.group.rank == 0:
             self._on_durable(report, tier)
-        keeper = self._keepers.get(tier)
-        if keeper is not None:
-            keeper.whole(id, report.created, report.metrics)
+        pruner = self._pruners.get(tier)
+        if pruner is not None:
+            pruner.whole(id, report.created, report.metrics)
 
-    def _make_keepers(self, retention: Policy | None) -> dict[str, Keeper]:
+    def _make_pruners(self, retention: Policy | None) -> dict[str, Pruner]:
         """For the tiers this rank looks after: its node's, and on rank 0 those all nodes share."""
         policy = retention or (None if self.settings.keep is None else last(self.settings.keep))
         if policy is None:
             return {}
         return {
-            tier.name: Keeper(tier, policy, lambda id, name: self._engine.drop(id, (name,)))
+            tier.name: Pruner(tier, policy, lambda id, name: self._engine.drop(id, (name,)))
             for tier in make_tiers(self.specs, self._nodes)
             if tier.name != "memory" and (tier.name not in _SHARED or self._run.group.rank == 0)
         }

@@ -11,12 +11,12 @@ from sapwood.errors import SapwoodError
 from sapwood.tiers.base import Stored, Tier
 from sapwood.tiers.record import CheckpointId
 
-__all__ = ["Keeper"]
+__all__ = ["Pruner"]
 
 log = logging.getLogger(__name__)
 
 
-class Keeper:
+class Pruner:
     """Applies a policy to one tier, also to what earlier attempts left there."""
 
     def __init__(
