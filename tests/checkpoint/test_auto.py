@@ -42,6 +42,13 @@ def test_each_way_is_tried_and_the_cheapest_stays() -> None:
     assert choice.mode == "lazy"
 
 
+def test_noise_does_not_move_it_from_the_mode_that_blocks_least() -> None:
+    choice = ModeChoice(("lazy", "backward"))
+    for mode, cost in (("lazy", 1.0), ("lazy", 1.2), ("backward", 0.9), ("backward", 1.1)):
+        choice.note(mode, cost)
+    assert choice.mode == "lazy"
+
+
 def test_expensive_checkpoints_become_rarer() -> None:
     choice = ModeChoice(("lazy",))
     assert choice.interval(1.0, 0.02) == 1

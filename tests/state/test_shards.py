@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import DTYPE_BYTES, Catalog, Entry
-from sapwood.state.shards import ALIGNMENT, SMALL_SLICE, plan_shards
+from sapwood.state.shards import ALIGNMENT, LARGE_PIECE, PAGE, SMALL_SLICE, plan_shards
 
 
 def entry(name: str, *shape: int, file: str = "model", dtype: str = "F32", world: int = 1) -> Entry:
@@ -21,7 +21,7 @@ def entry(name: str, *shape: int, file: str = "model", dtype: str = "F32", world
 @st.composite
 def catalogs(draw: st.DrawFn) -> tuple[Catalog, int]:
     world = draw(st.integers(1, 7))
-    sizes = st.one_of(st.integers(0, 300), st.integers(SMALL_SLICE // 8, SMALL_SLICE * 4))
+    sizes = st.one_of(st.integers(0, 300), st.integers(SMALL_SLICE // 8, LARGE_PIECE * 2))
     rows = draw(st.lists(st.tuples(sizes, st.sampled_from(sorted(DTYPE_BYTES))), max_size=25))
     holders = st.sets(st.integers(0, world - 1), min_size=1).map(lambda s: tuple(sorted(s)))
     return (
@@ -51,7 +51,11 @@ def test_every_byte_is_in_one_shard_of_a_holder(case: tuple[Catalog, int]) -> No
         for piece in shard.pieces:
             assert shard.rank in catalog.by_key[piece.key].holders
             assert piece.at >= end
-            assert piece.at % ALIGNMENT == 0
+            if piece.nbytes >= LARGE_PIECE:
+                offset = catalog.layouts[piece.file].start(piece.name) + piece.start
+                assert (piece.at - offset) % PAGE == 0
+            else:
+                assert piece.at % ALIGNMENT == 0
             end = piece.at + piece.nbytes
             covered[piece.key].append((piece.start, piece.stop))
         assert shard.nbytes >= end
@@ -72,6 +76,15 @@ def test_large_tensors_are_sliced_and_small_ones_balanced() -> None:
     assert max(sizes) - min(sizes) <= 4000
     assert all("large" in {p.name for p in shard.pieces} for shard in plan.shards)
     assert sum(len(shard.pieces) for shard in plan.shards) == world + len(small)
+
+
+def test_slices_of_a_large_tensor_share_no_page_of_its_file() -> None:
+    world = 3
+    odd, large = entry("a", 7, world=world), entry("b", LARGE_PIECE, world=world)
+    catalog = Catalog((odd, large))
+    begin = catalog.layouts["model"].start("b")
+    for shard in plan_shards(catalog, world).shards[1:]:
+        assert (begin + shard.by_key["model", "b"].start) % PAGE == 0
 
 
 @given(catalogs())

@@ -13,6 +13,9 @@ from collections import deque
 __all__ = ["ModeChoice", "StepClock"]
 
 _TRIALS = 2
+_BETTER = 0.8
+"""Another mode is taken if it costs less than this share of the first one, which blocks least:
+below that a difference is as likely noise."""
 _REMEMBERED = 32
 
 
@@ -48,10 +51,10 @@ class StepClock:
 
 
 class ModeChoice:
-    """Tries each way of capturing a few times, then stays with the cheapest."""
+    """Tries each way of capturing a few times, then stays with one that is cheap."""
 
     def __init__(self, modes: tuple[str, ...] = ("lazy", "backward")) -> None:
-        """``modes`` in the order they are tried; the first is preferred when costs are equal."""
+        """``modes`` in the order they are tried; the first stays unless another is clearly better."""
         self._costs: dict[str, list[float]] = {mode: [] for mode in modes}
 
     @property
@@ -60,7 +63,9 @@ class ModeChoice:
         for mode, costs in self._costs.items():
             if len(costs) < _TRIALS:
                 return mode
-        return min(self._costs, key=lambda mode: statistics.median(self._costs[mode]))
+        usual = {mode: statistics.median(costs) for mode, costs in self._costs.items()}
+        first, best = next(iter(usual)), min(usual, key=lambda mode: usual[mode])
+        return best if usual[best] < _BETTER * usual[first] else first
 
     def note(self, mode: str, seconds: float) -> None:
         """A checkpoint taken this way cost so much."""

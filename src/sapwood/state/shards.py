@@ -19,6 +19,10 @@ ALIGNMENT = 64
 """Slices and places in staging memory begin at multiples of this: a cache line."""
 SMALL_SLICE = 64 * 1024
 """A tensor whose slices would be smaller than this is not sliced."""
+PAGE = 4096
+LARGE_PIECE = 512 * 1024
+"""A piece from this size on lies in memory as it will in its file, counted from a page's begin,
+and is cut at the file's pages: so it can go to the device without another copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,7 @@ class Shard:
         if not self.pieces:
             return 0
         last = self.pieces[-1]
-        return _aligned(last.at + last.nbytes)
+        return _up(last.at + last.nbytes, ALIGNMENT)
 
     def to_json(self, catalog: Catalog) -> list[list[int]]:
         """Its pieces as plain values; they name tensors by their place in the catalog."""
@@ -101,39 +105,46 @@ def plan_shards(catalog: Catalog, world: int) -> ShardPlan:
         if entry.nbytes < SMALL_SLICE * len(entry.holders):
             small.append(entry)
             continue
-        cuts[entry.key] = _slices(entry.nbytes, entry.holders)
+        cuts[entry.key] = _slices(entry.nbytes, entry.holders, _offset(catalog, entry))
         for rank, start, stop in cuts[entry.key]:
             loads[rank] += stop - start
     for entry in sorted(small, key=lambda e: (-e.nbytes, e.key)):
         rank = min(entry.holders, key=lambda r: (loads[r], r))
         cuts[entry.key] = [(rank, 0, entry.nbytes)]
         loads[rank] += max(entry.nbytes, ALIGNMENT)
-    return ShardPlan(catalog, tuple(_shard(rank, catalog.entries, cuts) for rank in range(world)))
+    return ShardPlan(catalog, tuple(_shard(rank, catalog, cuts) for rank in range(world)))
 
 
-def _slices(nbytes: int, holders: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Equal slices, cut at aligned places; the last one takes what is left."""
-    step = _aligned(-(-nbytes // len(holders)))
-    bounds = [(rank, i * step, min((i + 1) * step, nbytes)) for i, rank in enumerate(holders)]
-    return [(rank, start, stop) for rank, start, stop in bounds if start < stop]
+def _offset(catalog: Catalog, entry: Entry) -> int:
+    """Where the tensor begins in its file."""
+    return catalog.layouts[entry.file].start(entry.name)
+
+
+def _slices(nbytes: int, holders: Sequence[int], offset: int) -> list[tuple[int, int, int]]:
+    """Equal slices of a tensor at ``offset`` of its file; the last one takes what is left."""
+    step = -(-nbytes // len(holders))
+    unit = PAGE if step >= LARGE_PIECE else ALIGNMENT
+    cuts = [0, *(_up(offset + i * step, unit) - offset for i in range(1, len(holders)))]
+    bounds = zip(holders, cuts, [*cuts[1:], nbytes], strict=True)
+    return [(rank, start, min(stop, nbytes)) for rank, start, stop in bounds if start < nbytes]
 
 
 def _shard(
-    rank: int,
-    entries: Sequence[Entry],
-    cuts: Mapping[tuple[str, str], list[tuple[int, int, int]]],
+    rank: int, catalog: Catalog, cuts: Mapping[tuple[str, str], list[tuple[int, int, int]]]
 ) -> Shard:
     pieces = []
     at = 0
-    for entry in entries:
+    for entry in catalog.entries:
         for owner, start, stop in cuts[entry.key]:
             if owner == rank:
+                if stop - start >= LARGE_PIECE:
+                    at += (_offset(catalog, entry) + start - at) % PAGE
                 pieces.append(
                     Piece(file=entry.file, name=entry.name, start=start, stop=stop, at=at)
                 )
-                at = _aligned(at + stop - start)
+                at = _up(at + stop - start, ALIGNMENT)
     return Shard(rank, tuple(pieces))
 
 
-def _aligned(n: int) -> int:
-    return -(-n // ALIGNMENT) * ALIGNMENT
+def _up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
