@@ -168,8 +168,8 @@ class Ours(Contender):
             keep=None,
         )
         if self.choice is not None:
-            self.checkpointer._choice = self.choice
-        self.choice = self.checkpointer._choice
+            self.checkpointer._saver.pace.choice = self.choice
+        self.choice = self.checkpointer._saver.pace.choice
         self.on_main: dict[str, bool] = {}
         self.probe = run.events.subscribe(sapwood.TensorUpdated, self.noticed, name="probe")
 

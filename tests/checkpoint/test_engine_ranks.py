@@ -53,7 +53,7 @@ def die_after(folder: Path, step: int, mode: str) -> None:
     while True:
         training.step()
         if training.run.step_count == step:
-            c._worker.drain(30)  # its bytes are taken, nothing says that they are written
+            c._saver.drain(30)  # its bytes are taken, nothing says that they are written
             torch.save(training.state(), folder / f"died-{rank()}.pt")
             mark("captured")
             time.sleep(300)

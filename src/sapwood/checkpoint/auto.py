@@ -6,12 +6,18 @@ that is where copies and background work get in the way.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
+import time
 from collections import deque
 
-__all__ = ["ModeChoice", "StepClock"]
+from sapwood.checkpoint.report import SaveReport
+from sapwood.checkpoint.settings import CheckpointSettings
 
+__all__ = ["ModeChoice", "Pace", "StepClock"]
+
+log = logging.getLogger(__name__)
 _TRIALS = 2
 _BETTER = 0.8
 """Another mode is taken if it costs less than this share of the first one, which blocks least:
@@ -54,7 +60,7 @@ class ModeChoice:
     """Tries each way of capturing a few times, then stays with one that is cheap."""
 
     def __init__(self, modes: tuple[str, ...] = ("lazy", "backward")) -> None:
-        """``modes`` in the order they are tried; the first stays unless another is clearly better."""
+        """``modes`` in the order they are tried; the first unless another is far better."""
         self._costs: dict[str, list[float]] = {mode: [] for mode in modes}
 
     @property
@@ -80,3 +86,46 @@ class ModeChoice:
         if not costs or not usual:
             return 1
         return max(1, math.ceil(statistics.median(costs) / (bound * usual)))
+
+
+class Pace:
+    """How to capture next and when at the earliest, by the settings and by what was measured."""
+
+    def __init__(self, settings: CheckpointSettings, *, speaks: bool = True) -> None:
+        """``speaks``: this rank tells the user, for all."""
+        self.choice = ModeChoice()
+        self._settings = settings
+        self._speaks = speaks
+        self._clock = StepClock()
+        self._waited = 0.0
+
+    @property
+    def mode(self) -> str:
+        """How to capture next."""
+        mode = self._settings.mode
+        return self.choice.mode if mode == "auto" else mode
+
+    def step_ended(self, latest: SaveReport | None, *, saved: bool, waited: float) -> None:
+        """A step has ended; ``waited`` is what updates have waited for captures so far."""
+        cost = self._clock.ended(time.perf_counter(), saved=saved)
+        before, self._waited = self._waited, waited
+        if cost is not None and latest is not None:
+            latest.overhead_seconds = cost
+            latest.fence_seconds = waited - before
+            self.choice.note(latest.mode, cost)
+
+    def interval(self) -> int:
+        """Steps between checkpoints, at least, that hold the bound on overhead."""
+        if self._settings.mode != "auto":
+            return 1
+        steps = self.choice.interval(self._clock.usual, self._settings.overhead)
+        asked = self._settings.every or 1
+        if steps > asked and self._speaks:
+            self._speaks = False
+            log.warning(
+                "checkpoints every %d steps would cost more than %g %% of the time and are taken "
+                "less often; raise overhead=, or insist with mode='lazy'",
+                asked,
+                self._settings.overhead * 100,
+            )
+        return steps
