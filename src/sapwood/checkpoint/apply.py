@@ -24,7 +24,7 @@ _SHOWN = 20
 def apply(
     model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Loaded, *, with_optimizer: bool
 ) -> None:
-    """Copy a loaded checkpoint into a run.
+    """Give a run a loaded checkpoint; the optimizer's state may be the loaded memory itself.
 
     Raises:
         CheckpointError: it is of another model; every difference is listed.
@@ -104,7 +104,7 @@ def _placed(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     placed = value.to(parameter.device)
-    if placed.dim() and placed.shape == parameter.shape:
-        # Not merely a clone: with the parameter's own order of memory, as the optimizer made it.
+    if placed.shape == parameter.shape and placed.stride() != parameter.stride():
+        # In the parameter's own order of memory, as the optimizer made it.
         return torch.empty_like(parameter, dtype=placed.dtype).copy_(placed)
-    return placed.clone()
+    return placed

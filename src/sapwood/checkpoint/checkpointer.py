@@ -21,7 +21,7 @@ from sapwood.checkpoint.outcomes import OnDurable, Outcomes
 from sapwood.checkpoint.pool import StagingPool
 from sapwood.checkpoint.pruner import Pruner
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
-from sapwood.checkpoint.restore import Loaded, load_newest
+from sapwood.checkpoint.restore import Restored, load_newest
 from sapwood.checkpoint.retention import Policy, last
 from sapwood.checkpoint.saver import Saver
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
@@ -169,7 +169,7 @@ class Checkpointer:
         self.metrics.update(metrics or {})
         return self._saver.save(self._run.step_count)
 
-    def restore_latest(self, *, optimizer: bool = True) -> Loaded | None:
+    def restore_latest(self, *, optimizer: bool = True) -> Restored | None:
         """Restore the newest whole checkpoint, on any number of ranks; None if there is none.
 
         Raises:
@@ -177,18 +177,18 @@ class Checkpointer:
         """
         return self._restore(None, optimizer)
 
-    def restore(self, step: int, *, optimizer: bool = True) -> Loaded:
+    def restore(self, step: int, *, optimizer: bool = True) -> Restored:
         """Restore the checkpoint of a step.
 
         Raises:
             CheckpointError: it is not there, not whole, or of another model.
         """
-        loaded = self._restore(step, optimizer)
-        if loaded is None:
+        restored = self._restore(step, optimizer)
+        if restored is None:
             raise CheckpointError(f"there is no checkpoint of step {step}, nor any other")
-        return loaded
+        return restored
 
-    def _restore(self, step: int | None, optimizer: bool) -> Loaded | None:
+    def _restore(self, step: int | None, optimizer: bool) -> Restored | None:
         self._check_open()
         self.wait()
         run = self._run
@@ -205,11 +205,12 @@ class Checkpointer:
             if loaded is None:
                 return None
             apply(run.model, run.optimizer, loaded, with_optimizer=optimizer)
-            for note in (*self._extras.restore(loaded.common, loaded.mine), *loaded.skipped):
-                log.warning("while restoring %s: %s", loaded.id, note)
-        run.resume_at(loaded.id.step)
+            about = loaded.about
+            for note in (*self._extras.restore(loaded.common, loaded.mine), *about.skipped):
+                log.warning("while restoring %s: %s", about.id, note)
+        run.resume_at(about.id.step)
         self._saver.start()
-        return loaded
+        return about
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every checkpoint taken so far is durable in its tiers, or given up.

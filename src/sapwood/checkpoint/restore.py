@@ -23,29 +23,39 @@ from sapwood.state.catalog import Catalog
 from sapwood.tiers.base import Stored, StoredShard, Tier, read_range
 from sapwood.tiers.record import CheckpointId, ShardRecord
 
-__all__ = ["Loaded", "load_newest"]
+__all__ = ["Loaded", "Restored", "load_newest"]
 
 log = logging.getLogger(__name__)
+_ALIGNMENT = 64
 Key = tuple[str, str]
 Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a run was brought back to."""
+
+    id: CheckpointId
+    """Its ``step`` is the step the run goes on from."""
+    world: int
+    """The number of ranks that saved it."""
+    tiers: tuple[str, ...]
+    """Where the shards came from."""
+    skipped: tuple[str, ...]
+    """What was passed over on the way here, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
     """A checkpoint in the memory of this rank, verified."""
 
-    id: CheckpointId
-    world: int
+    about: Restored
     catalog: Catalog
     tensors: Mapping[Key, Bytes]
     common: Mapping[str, Any]
     """The extras of the lowest rank."""
     mine: Mapping[str, Any]
     """The extras of this rank; empty if the saved run had no such rank."""
-    tiers: tuple[str, ...]
-    """Where the shards came from."""
-    skipped: tuple[str, ...]
-    """What was passed over on the way here, and why."""
 
 
 def load_newest(
@@ -167,15 +177,18 @@ class _Attempt:
             assert place is not None
             used[self.tiers[place.order].name] = None
         mine = records.get(self.group.rank)
-        return Loaded(
+        about = Restored(
             id=self.candidate.id,
             world=self.candidate.world,
+            tiers=tuple(used),
+            skipped=tuple(self.skipped),
+        )
+        return Loaded(
+            about=about,
             catalog=records[0].catalog,
             tensors=tensors,
             common=records[0].extras,
             mine=mine.extras if mine is not None else {},
-            tiers=tuple(used),
-            skipped=tuple(self.skipped),
         )
 
     def _opened(self, shard: int) -> StoredShard:
@@ -213,7 +226,7 @@ class _Attempt:
             target = tensors.get(part.piece.key)
             if target is None:
                 nbytes = record.catalog.by_key[part.piece.key].nbytes
-                target = tensors[part.piece.key] = np.empty(nbytes, np.uint8)
+                target = tensors[part.piece.key] = _empty(nbytes)
             begin = part.piece.start + part.start
             view = target[begin : begin + part.nbytes]
             if sender in (None, self.group.rank) and problem is None:
@@ -243,6 +256,16 @@ class _Attempt:
         self.group.broadcast(there, "sending a shard", source=sender).wait()
         if there is not here and sender != self.group.rank:
             here.copy_(there)
+
+
+def _empty(nbytes: int) -> Bytes:
+    """Memory aligned as torch wants it: it may become an optimizer's state as it is.
+
+    It is numpy's because that asks for huge pages, which halves the time of filling it.
+    """
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + nbytes]
 
 
 class _ShardError(CheckpointError):
