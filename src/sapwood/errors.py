@@ -13,6 +13,8 @@
     ├── TraceError             a trace file cannot be read
     ├── CheckpointError        a checkpoint is missing, damaged, or of another model
     ├── TierError              a place for checkpoints cannot be written or read now
+    ├── TransportError         bytes could not be moved: the other side is gone, late or unreachable
+    ├── CloneError             a fork was refused or failed; the running job goes on
     └── RankError              a rank of ``sapwood.testing`` failed; carries its traceback
 
 A message names what was set, what was expected and what to do about it.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CloneError",
     "ConfigError",
     "DeadlineError",
     "FenceTimeout",
@@ -34,6 +37,7 @@ __all__ = [
     "SubscriberError",
     "TierError",
     "TraceError",
+    "TransportError",
     "UsageError",
 ]
 
@@ -102,3 +106,11 @@ class RankError(SapwoodError, RuntimeError):
         """``rank`` is the first rank that failed, where it is known."""
         super().__init__(message)
         self.rank = rank
+
+
+class TransportError(SapwoodError, RuntimeError):
+    """Bytes could not be moved: the other side is gone, late, or cannot be reached."""
+
+
+class CloneError(SapwoodError, RuntimeError):
+    """A fork was refused or failed; the running job goes on, and the fork may be tried again."""

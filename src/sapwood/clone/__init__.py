@@ -1,0 +1,1 @@
+"""Forking a running training without stopping it."""

@@ -1,0 +1,1 @@
+"""Reading training samples as fast as the disk allows."""

@@ -1,0 +1,1 @@
+"""Moving bytes between processes that meet for one transfer only."""
