@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from sapwood.checkpoint.apply import apply
 from sapwood.checkpoint.choose import choose_tiers
 from sapwood.checkpoint.engine import Engine, Freed, Progress, start_engine, tiers_to_read
-from sapwood.checkpoint.extras import Extras, Stateful
 from sapwood.checkpoint.nodes import find_nodes, find_peers
 from sapwood.checkpoint.outcomes import OnDurable, Outcomes
 from sapwood.checkpoint.pool import StagingPool
@@ -29,6 +27,8 @@ from sapwood.errors import CheckpointError, ConfigError
 from sapwood.runtime.ending import AtExit
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.settings import UNSET, resolve
+from sapwood.state.apply import apply
+from sapwood.state.extras import Extras, Stateful
 from sapwood.tiers.make import make_tiers
 from sapwood.tiers.spec import TierSpec
 
@@ -204,9 +204,9 @@ class Checkpointer:
                     tier.close()
             if loaded is None:
                 return None
-            apply(run.model, run.optimizer, loaded, with_optimizer=optimizer)
-            about = loaded.about
-            for note in (*self._extras.restore(loaded.common, loaded.mine), *about.skipped):
+            apply(run.model, run.optimizer, loaded.state, with_optimizer=optimizer)
+            about, state = loaded.about, loaded.state
+            for note in (*self._extras.restore(state.common, state.mine), *about.skipped):
                 log.warning("while restoring %s: %s", about.id, note)
         run.resume_at(about.id.step)
         self._saver.start()

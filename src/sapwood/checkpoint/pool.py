@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 from sapwood.buffers import Arena
-from sapwood.checkpoint.contents import Contents, collect
 from sapwood.checkpoint.engine import Engine
 from sapwood.checkpoint.staging import Staging
 from sapwood.runtime.handle import RunHandle
+from sapwood.state.contents import Contents, collect
 from sapwood.state.shards import ShardPlan, plan_shards
 
 __all__ = ["StagingPool"]

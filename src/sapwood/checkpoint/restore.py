@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from sapwood.checkpoint.inventory import Candidate, Inventory, Place, take_inventory
 from sapwood.errors import CheckpointError, TierError
 from sapwood.runtime.group import Group
-from sapwood.state.catalog import Catalog
+from sapwood.state.apply import GivenState
 from sapwood.tiers.base import Stored, StoredShard, Tier, read_range
 from sapwood.tiers.record import CheckpointId, ShardRecord
 
@@ -50,12 +50,7 @@ class Loaded:
     """A checkpoint in the memory of this rank, verified."""
 
     about: Restored
-    catalog: Catalog
-    tensors: Mapping[Key, Bytes]
-    common: Mapping[str, Any]
-    """The extras of the lowest rank."""
-    mine: Mapping[str, Any]
-    """The extras of this rank; empty if the saved run had no such rank."""
+    state: GivenState
 
 
 def load_newest(
@@ -183,13 +178,13 @@ class _Attempt:
             tiers=tuple(used),
             skipped=tuple(self.skipped),
         )
-        return Loaded(
-            about=about,
+        state = GivenState(
             catalog=records[0].catalog,
             tensors=tensors,
             common=records[0].extras,
             mine=mine.extras if mine is not None else {},
         )
+        return Loaded(about=about, state=state)
 
     def _opened(self, shard: int) -> StoredShard:
         if shard not in self._open:

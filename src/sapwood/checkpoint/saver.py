@@ -10,7 +10,6 @@ from typing import Any
 from sapwood.checkpoint.auto import Pace
 from sapwood.checkpoint.capture import OWNER, Capture, make_capture
 from sapwood.checkpoint.engine import Engine, Job
-from sapwood.checkpoint.extras import Extras
 from sapwood.checkpoint.pool import StagingPool
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
 from sapwood.checkpoint.schedule import Schedule
@@ -19,6 +18,7 @@ from sapwood.errors import CheckpointError
 from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.worker import Worker
+from sapwood.state.extras import Extras
 from sapwood.state.shards import ShardPlan
 from sapwood.tiers.record import CheckpointId
 from sapwood.tiers.spec import TierSpec

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sapwood.buffers import Arena
-from sapwood.checkpoint.contents import Contents, Key, byte_view
+from sapwood.state.contents import Contents, Key, byte_view
 from sapwood.state.shards import Piece, Shard
 
 __all__ = ["Batch", "Staging"]

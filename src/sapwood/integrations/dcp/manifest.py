@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from sapwood.checkpoint.plain import from_plain, to_plain
 from sapwood.errors import CheckpointError
+from sapwood.state.plain import from_plain, to_plain
 from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, matches
 from sapwood.tiers.record import RANGE_BYTES
 

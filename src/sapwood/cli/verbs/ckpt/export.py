@@ -130,7 +130,7 @@ def _write_torch(
 def _with_optimizer(
     model: dict[str, Any], state: dict[str, dict[str, Any]], content: Content
 ) -> dict[str, Any]:
-    from sapwood.checkpoint.plain import from_plain
+    from sapwood.state.plain import from_plain
 
     extras: Mapping[str, Any] = content.record.extras
     for owner, values in from_plain(extras.get("optimizer", {})).items():
@@ -146,7 +146,7 @@ def _with_optimizer(
 def _tensor(raw: bytearray, entry: Entry) -> Any:
     import torch
 
-    from sapwood.checkpoint.contents import to_torch_dtype
+    from sapwood.state.contents import to_torch_dtype
 
     dtype = to_torch_dtype(entry.dtype)
     if not raw:

@@ -1,51 +1,64 @@
-"""Giving a run the state of a checkpoint, all of it or nothing."""
+"""Giving a run a state that came from elsewhere, all of it or nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sapwood.checkpoint.contents import collect, to_torch_dtype
-from sapwood.checkpoint.plain import from_plain
-from sapwood.checkpoint.restore import Loaded
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog, differences
+from sapwood.state.contents import collect, to_torch_dtype
+from sapwood.state.plain import from_plain
 from sapwood.state.tensors import named_parameters
 
-__all__ = ["apply", "as_tensor"]
+__all__ = ["GivenState", "apply", "apply_optimizer", "as_tensor"]
 
 _SHOWN = 20
 
 
+@dataclass(frozen=True, kw_only=True)
+class GivenState:
+    """A run's whole state in this rank's memory, verified."""
+
+    catalog: Catalog
+    tensors: Mapping[tuple[str, str], npt.NDArray[np.uint8]]
+    common: Mapping[str, Any]
+    """The extras of the lowest rank."""
+    mine: Mapping[str, Any]
+    """The extras of this rank; empty if the saved run had no such rank."""
+
+
 def apply(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Loaded, *, with_optimizer: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: GivenState, *, with_optimizer: bool
 ) -> None:
-    """Give a run a loaded checkpoint; the optimizer's state may be the loaded memory itself.
+    """Give a run a state; the optimizer's may then be the given memory itself.
 
     Raises:
         CheckpointError: it is of another model; every difference is listed.
     """
     contents = collect(model, optimizer, lambda name: (0,))
-    _check(loaded.catalog, contents.catalog)
+    _check(state.catalog, contents.catalog)
     if with_optimizer:
-        _check_groups(optimizer, loaded.common)
+        _check_groups(optimizer, state.common)
     with torch.no_grad():
         for key, tensor in contents.tensors.items():
             if key[0] == "model":
-                tensor.copy_(as_tensor(loaded, key))
+                tensor.copy_(as_tensor(state, key))
     if with_optimizer:
-        _apply_optimizer(named_parameters(model), optimizer, loaded)
+        apply_optimizer(named_parameters(model), optimizer, state)
 
 
-def as_tensor(loaded: Loaded, key: tuple[str, str]) -> Tensor:
-    """One tensor of a loaded checkpoint, on the CPU."""
-    entry = loaded.catalog.by_key[key]
+def as_tensor(state: GivenState, key: tuple[str, str]) -> Tensor:
+    """One tensor of a state, on the CPU."""
+    entry = state.catalog.by_key[key]
     dtype = to_torch_dtype(entry.dtype)
-    raw: Any = loaded.tensors[key]
+    raw: Any = state.tensors[key]
     if not raw.size:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.from_numpy(np.asarray(raw)).view(dtype).view(entry.shape)
@@ -71,17 +84,18 @@ def _check_groups(optimizer: torch.optim.Optimizer, common: Mapping[str, Any]) -
         )
 
 
-def _apply_optimizer(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, loaded: Loaded
+def apply_optimizer(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, given: GivenState
 ) -> None:
-    for group, saved in zip(optimizer.param_groups, loaded.common["groups"], strict=True):
+    """Give an optimizer its part of a state."""
+    for group, saved in zip(optimizer.param_groups, given.common["groups"], strict=True):
         group.update(from_plain(saved))
     state: dict[str, dict[str, Any]] = {}
-    for file, name in loaded.catalog.by_key:
+    for file, name in given.catalog.by_key:
         if file == "optimizer":
             owner, _, part = name.rpartition("/")
-            state.setdefault(owner, {})[part] = as_tensor(loaded, (file, name))
-    for owner, values in from_plain(loaded.common["optimizer"]).items():
+            state.setdefault(owner, {})[part] = as_tensor(given, (file, name))
+    for owner, values in from_plain(given.common["optimizer"]).items():
         state.setdefault(owner, {}).update(values)
     clocks_on_device = {
         id(p): bool(g.get("capturable") or g.get("fused"))

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from sapwood.checkpoint.plain import from_plain, to_plain
 from sapwood.errors import CheckpointError
+from sapwood.state.plain import from_plain, to_plain
 
 __all__ = ["Extras", "Stateful", "random_state", "set_random_state"]
 
