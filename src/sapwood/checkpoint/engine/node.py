@@ -58,6 +58,7 @@ class NodeEngine:
         self._connecting = threading.Lock()
         self._link: Link | None = None
         self._closed = threading.Event()
+        self._last = False  # of those the engine ends with
         self._connect(courtesy=_COURTESY)
 
     @property
@@ -126,6 +127,8 @@ class NodeEngine:
         try:
             link.wire.send({"op": "goodbye"})
             link.finished.wait(_END)
+            if self._last and not link.dead(_END):
+                log.warning("checkpoint engine %d has not ended yet", link.pid)
         except WireError as error:
             log.warning("the checkpoint engine is already gone: %s", error)
         link.close()
@@ -205,6 +208,9 @@ class NodeEngine:
     # -- on the thread that reads ------------------------------------------------------------
 
     def _heard(self, message: Mapping[str, Any]) -> None:
+        if message["op"] == "farewell":
+            self._last = bool(message["ends"])
+            return
         progress = to_progress(message)
         if progress is not None:
             self._tell(progress)

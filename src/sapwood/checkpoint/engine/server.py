@@ -10,6 +10,7 @@ import select
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from sapwood.checkpoint.engine.address import Address
@@ -117,7 +118,10 @@ class Server:
             self._refuse(wire, f"the engine failed: {type(error).__name__}: {error}")
         finally:
             if session is not None:
-                self._left(session, wire, clean=clean)
+                ends = self._left(session, wire, clean=clean)
+                if clean:
+                    with suppress(WireError):
+                        wire.send({"op": "farewell", "ends": ends})
             wire.close()
 
     def _refuse(self, wire: Wire, why: str) -> None:
@@ -152,7 +156,8 @@ class Server:
         log.info("process %d is here as session %s", pid, name)
         return session
 
-    def _left(self, session: Session, wire: Wire, *, clean: bool) -> None:
+    def _left(self, session: Session, wire: Wire, *, clean: bool) -> bool:
+        """A rank has left; whether the engine ends now."""
         with self._lock:
             if session.detach(wire):
                 if not clean:
@@ -161,8 +166,10 @@ class Server:
                 # started again.
                 self._grace = self._linger if self._group in self._dead.values() else 0.0
                 self._alone_since = time.monotonic()
+            alone = not any(s.attached for s in self.sessions.values())
         log.info("session %s %s", session.name, "said goodbye" if clean else "is gone")
         os.eventfd_write(self._wake, 1)
+        return alone and not self._grace
 
     # -- tiers -------------------------------------------------------------------------------
 
