@@ -27,6 +27,7 @@ from sapwood.tiers.codec import BLOCK_BYTES, Bytes, Codec, Scheme
 from sapwood.tiers.digest import digest
 from sapwood.tiers.fragments import AREA, Fragment, FragmentRecord
 from sapwood.tiers.keeper import Keeper, Sink
+from sapwood.tiers.leftovers import Stale
 from sapwood.tiers.peer import peers_of
 from sapwood.tiers.rebuilt import Held, ParityShard
 from sapwood.tiers.record import CheckpointId, ShardRecord
@@ -74,7 +75,8 @@ class ParityTier:
         self._codec = Codec(self.scheme, block=block)
         self._codec_for = lru_cache(maxsize=8)(_codec)
         others = [node for node in ring if node != nodes.node]
-        self._keepers: dict[str, Keeper] = {nodes.node: BlobFolder(keep)}
+        self._here = BlobFolder(keep)
+        self._keepers: dict[str, Keeper] = {nodes.node: self._here}
         self._keepers.update(peers_of(nodes, others, timeout))
         at = ring.index(nodes.node)
         self.holders = [ring[(at + n) % len(ring)] for n in range(self.scheme.total)]
@@ -149,6 +151,10 @@ class ParityTier:
         if problems:
             whys = "; ".join(problems.values())
             raise TierError(f"checkpoint {id} was not removed everywhere: {whys}")
+
+    def clear(self, stale: Stale) -> list[CheckpointId]:
+        """Remove from this node what killed runs left unfinished; other nodes do it themselves."""
+        return self._here.clear(AREA, stale)
 
     def close(self) -> None:
         """End connections."""

@@ -19,6 +19,7 @@ from sapwood.errors import CheckpointError, ConfigError, TierError
 from sapwood.tiers.base import Stored
 from sapwood.tiers.blobs import BlobFolder
 from sapwood.tiers.keeper import Blob, Keeper
+from sapwood.tiers.leftovers import Stale
 from sapwood.tiers.peer import peers_of
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 from sapwood.tiers.spec import NodeMap
@@ -88,6 +89,10 @@ class PartnerTier:
         """Remove a checkpoint here and at the partner."""
         self._here.drop(self.name, id.folder)
         self._there.drop(self.name, id.folder)
+
+    def clear(self, stale: Stale) -> list[CheckpointId]:
+        """Remove from this node what killed runs left unfinished; other nodes do it themselves."""
+        return self._here.clear(self.name, stale)
 
     def close(self) -> None:
         """End connections."""
