@@ -524,6 +524,9 @@ class Checkpointer:
             apply(run.model, run.optimizer, loaded, with_optimizer=optimizer)
             for note in (*self._extras.restore(loaded.common, loaded.mine), *loaded.skipped):
                 log.warning("while restoring %s: %s", loaded.id, note)
+        if self._nodes.addresses and run.group.rank == self._nodes.ranks[0]:
+            # Some node may have come back empty, and the next loss may be another one.
+            self._engine.mend(loaded.id)
         run.resume_at(loaded.id.step)
         self._trusted = False
         self._disarm()
