@@ -113,6 +113,19 @@ class ParityShard:
             for sink in sinks.values():
                 sink.wait()
 
+    def check_all(self) -> dict[Held, str]:
+        """Read every fragment, and say what is wrong with those that are not sound."""
+        bad: dict[Held, str] = {}
+        for held in self._held:
+            if held not in self._records and held not in self._lost:
+                self._load(held)
+        for number, (start, stop) in enumerate(self._blocks):
+            left = [h for h in self._records if h not in bad and h not in self._lost]
+            size = self._codec.fragment_bytes(stop - start)
+            for held in left:
+                self._fetch([held], number, size, {}, bad)
+        return {**self._lost, **bad}
+
     def _coded(self, number: int, wanted: Iterable[int]) -> dict[int, Bytes]:
         """Some fragments of a block, made from its data."""
         data = self._block(number)
