@@ -28,9 +28,9 @@ class Nodes(Cluster):
 
     def lose(self, *names: str) -> None:
         """They are replaced by empty ones."""
-        for name in names:
-            shutil.rmtree(self.root / name)
-            (self.root / name).mkdir()
+        for each in names:
+            shutil.rmtree(self.root / each)
+            (self.root / each).mkdir()
 
     def check(self, *readers: str) -> None:
         for reader in readers:
