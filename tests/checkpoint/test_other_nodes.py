@@ -88,3 +88,18 @@ def test_any_node_of_a_parity_group_may_be_lost(tmp_path: Path) -> None:
         for rank, (began, state) in enumerate(again):
             assert began == begins
             assert same(state, expected[rank][begins + 2])
+
+
+@pytest.mark.parametrize(("tiers", "lost"), [("local partner", (1, 0)), ("parity:2+1", (0, 2))])
+def test_what_a_lost_node_kept_is_made_anew_when_it_comes_back(
+    tmp_path: Path, tiers: str, lost: tuple[int, int]
+) -> None:
+    """Without another checkpoint in between, two nodes that go together go one after the other."""
+    kinds = (*(t if "2+1" not in t else f"{t}:{tmp_path}/ckpts/nodes" for t in tiers.split()),)
+    first = ranks.spawn(work, 3, tmp_path, kinds, "sync", STEPS, env=own_node)
+    for node in lost:
+        wipe(tmp_path, node)
+        again = ranks.spawn(work, 3, tmp_path, kinds, "sync", STEPS, env=own_node)
+        for (_, state), (began, restored) in zip(first, again, strict=True):
+            assert began == STEPS
+            assert same(state, restored)

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from sapwood.cli.main import main
+from sapwood.testing import faults
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.record import CheckpointId
 from tests.tiers.shards import ATTEMPT, shard
@@ -77,11 +78,28 @@ def test_shards_go_from_a_nodes_folder_to_a_bucket_and_back(place, capsys):
     assert main(["ckpt", "diff", "scratch/10", f"{place}/10"]) == 0
 
 
-def test_files_that_were_never_made_are_found_and_made(place, capsys):
+def test_a_damaged_file_is_mended_from_another_place(place, capsys):
+    save(LocalTier(Path("scratch/n0")), 5)
     tier = s3.S3Tier(place)
     save(tier, 5)
-    home = CheckpointId(5, ATTEMPT).folder
-    objects.Objects(tier.place).delete([f"{home}/model.safetensors", f"{home}/manifest.json"])
+    store, name = objects.Objects(tier.place), f"{CheckpointId(5, ATTEMPT)}/model.safetensors"
+    content = bytearray(store.get(name))
+    content[-9] ^= 1
+    store.put(name, bytes(content))
+    assert main(["ckpt", "verify", "--place", place]) == 1
+    assert main(["ckpt", "repair", place, "--yes"]) == 1  # no other copy is known
+    assert main(["ckpt", "repair", place, "--from", "scratch", "--yes"]) == 0
+    assert main(["ckpt", "verify", "--place", place]) == 0
+    assert not [n for n in store.names() if n.endswith(".bin")]
+
+
+def test_files_that_were_never_made_are_found_and_made(place, capsys):
+    tier = s3.S3Tier(place)
+    with (
+        faults.inject("s3", "raise", when=lambda object, **_: object.endswith("claim.json")),
+        pytest.raises(faults.InjectedError),
+    ):
+        save(tier, 5)
     assert main(["ckpt", "verify", "--place", place]) == 1
     assert main(["ckpt", "repair", place, "--yes"]) == 0
     assert main(["ckpt", "verify", "--place", place]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from sapwood.state.catalog import Catalog, Entry
 from sapwood.state.shards import plan_shards
 from sapwood.testing import faults
 from sapwood.tiers.base import Stored, verify
+from sapwood.tiers.digest import seal, unseal
 from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.record import CheckpointId, ShardRecord, describe
 from tests.tiers import contract
@@ -400,3 +402,14 @@ def test_a_place_that_cannot_be_used_is_an_error_to_try_again(folder: Path) -> N
         tier.put(*shard(1, 0, 1))
     with pytest.raises(TierError, match="cannot list"):
         tier.shards()
+
+
+def test_a_record_is_judged_by_what_it_says_and_not_by_its_spaces(folder: Path) -> None:
+    tier = ExternalTier(folder)
+    tier.put(*shard(7, 1, 2))
+    path = folder / f"{ID}.partial" / "shard-1.json"
+    body = json.loads(unseal(path.read_bytes(), "record"))
+    path.write_bytes(seal(json.dumps(body, indent=1).encode()))
+    tier.put(*shard(7, 0, 2))
+    tier.check(ID)
+    assert np.array_equal(contract.read_all(tier, Stored(ID, 1)), shard(7, 1, 2)[1])

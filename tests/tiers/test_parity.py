@@ -287,3 +287,54 @@ def test_unknown_addresses_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="servers of c listen"):
         ParityTier("2+1", nodes, tmp_path)
+
+
+# -- mending ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_lost_fragments_are_written_anew_so_that_others_may_be_lost(
+    tmp_path: Path, scheme: str
+) -> None:
+    m = int(scheme.split("+")[1])
+    with cluster(tmp_path, total(scheme) + 1) as nodes:
+        memory = saved(nodes, scheme)
+        whole = {name: sorted(blobs(nodes, name)) for name in nodes.names}
+        for first in range(0, total(scheme) - m + 1, m):  # again and again, other nodes each time
+            for name in nodes.names[first : first + m]:
+                nodes.wipe(name)
+            for name in nodes.names:
+                nodes.parity(name, scheme).mend(ID)
+            assert {name: sorted(blobs(nodes, name)) for name in nodes.names} == whole
+            check(nodes, scheme, nodes.names[first], memory)
+
+
+def blobs(nodes: Cluster, name: str) -> list[tuple[str, bytes]]:
+    return [(p.name, p.read_bytes()) for p in nodes.folder(name).glob("parity/*/*")]
+
+
+def test_a_node_mends_only_what_is_its_own(tmp_path: Path) -> None:
+    with cluster(tmp_path, 4) as nodes:
+        for rank, name in enumerate(nodes.names):
+            nodes.parity(name, "2+1").put(*shard(7, rank, 4, large=100))
+        assert [nodes.parity(name, "2+1").mend(ID) for name in nodes.names] == [0, 0, 0, 0]
+        nodes.wipe("c")
+        nodes.wipe("d")
+        assert nodes.parity("a", "2+1").mend(ID) == 0
+        # Of ranks 0 and 3 two fragments are left; of 1 and 2 too few.
+        assert nodes.parity("c", "2+1").mend(ID) == 1
+        assert nodes.parity("d", "2+1").mend(ID) == 1
+        assert [s.rank for s in nodes.parity("b", "2+1").shards()] == [0, 3]
+
+
+def test_mending_is_not_stopped_by_a_node_out_of_reach(tmp_path: Path) -> None:
+    with cluster(tmp_path, 5, processes=("d",)) as nodes:
+        memory = saved(nodes, "2+2")
+        nodes.wipe("b")
+        nodes.servers["d"].kill()
+        tiers = {name: nodes.parity(name, "2+2", timeout=0.5) for name in "abce"}
+        assert {name: tier.mend(ID) for name, tier in tiers.items()} == {
+            "a": 0, "b": 1, "c": 0, "e": 0
+        }  # fmt: skip
+        nodes.wipe("a")
+        check(nodes, "2+2", "e", memory)

@@ -10,6 +10,7 @@ import pytest
 
 from sapwood.errors import CheckpointError, ConfigError, TierError
 from sapwood.tiers.base import Stored
+from sapwood.tiers.local import LocalTier
 from sapwood.tiers.make import make_tiers, peer_folder
 from sapwood.tiers.parity import ParityTier
 from sapwood.tiers.partner import PartnerTier
@@ -164,3 +165,17 @@ def test_tiers_from_settings_work_together(tmp_path: Path) -> None:
         assert list(parity.shards()) == [Stored(ID, 0)]
         partner.close()
         parity.close()
+
+
+def test_a_partner_that_came_back_empty_is_given_its_copies_again(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3) as nodes:
+        record, memory = shard(7, 0, 3)
+        local = LocalTier(tmp_path / "local-a")
+        local.put(record, memory)
+        nodes.partner("a").put(record, memory)
+        assert nodes.partner("a").mend(record.id, [local]) == 0
+        nodes.wipe("b")
+        assert nodes.partner("c").mend(record.id, [local]) == 0  # not a rank of that node
+        assert nodes.partner("a").mend(record.id, [local]) == 1
+        stored = Stored(record.id, 0)
+        assert np.array_equal(contract.read_all(nodes.partner("b"), stored), memory)

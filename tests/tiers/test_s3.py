@@ -23,6 +23,7 @@ from sapwood.runtime.faults import ENV
 from sapwood.state.shards import Shard
 from sapwood.testing import faults, ranks, seaweed
 from sapwood.tiers.base import Stored, verify
+from sapwood.tiers.leftovers import Stale
 from sapwood.tiers.make import make_tiers
 from sapwood.tiers.record import CheckpointId, describe
 from sapwood.tiers.s3 import S3Tier, parts, upload
@@ -209,6 +210,91 @@ def test_what_is_not_ours_is_left_alone(weed: seaweed.Server, place: str) -> Non
     assert store.names() == sorted(foreign)
 
 
+def bins(store: Objects) -> list[str]:
+    return [name for name in store.names() if name.endswith(".bin")]
+
+
+def test_bytes_are_kept_once_and_read_from_the_files(weed: seaweed.Server, place: str) -> None:
+    here, store = tier(weed, place), objects(weed, place)
+    here.put(*shard(7, 0, 2, **SIZES))
+    early = here.open(Stored(ID, 0))  # while its bytes are in an object of their own
+    assert bins(store)
+    here.put(*shard(7, 1, 2, **SIZES))
+    assert not bins(store)
+    with closing(early):
+        verify(early)
+    for rank in range(2):
+        memory = shard(7, rank, 2, **SIZES)[1]
+        assert np.array_equal(contract.read_all(here, Stored(ID, rank)), memory)
+
+
+def test_one_damaged_file_is_mended_by_the_shard_it_is_of(weed: seaweed.Server, place: str) -> None:
+    here, store = tier(weed, place), objects(weed, place)
+    for rank in range(2):
+        here.put(*shard(7, rank, 2, **SIZES))
+    name = f"{ID.folder}/model.safetensors"
+    content = bytearray(store.get(name))
+    content[-9] ^= 1
+    store.put(name, bytes(content))
+    bad = [rank for rank in range(2) if not sound(here, Stored(ID, rank))]
+    assert len(bad) == 1
+    with pytest.raises(CheckpointError, match="do not match"):
+        here.publish(ID)
+    here.put(*shard(7, bad[0], 2, **SIZES))
+    assert here.publish(ID)
+    check_files(store, ID, 2, SIZES)
+
+
+def sound(here: S3Tier, stored: Stored) -> bool:
+    try:
+        verify_all(here, stored)
+    except CheckpointError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("point", ["claim.json", "manifest.json"])
+def test_files_of_a_claimant_that_died_are_made_by_the_next_who_publishes(
+    weed: seaweed.Server, place: str, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    here, store = tier(weed, place), objects(weed, place)
+    here.put(*shard(7, 0, 2))
+    with (
+        faults.inject(
+            "s3", "raise", when=lambda object, op, **_: object.endswith(point) and op == "create"
+        ),
+        pytest.raises(faults.InjectedError),
+    ):
+        here.put(*shard(7, 1, 2))
+    other = tier(weed, place)
+    other.put(*shard(8, 0, 1, attempt="ffff00"))
+    assert f"{ID.folder}/manifest.json" not in store.names()  # it may be at work
+    monkeypatch.setattr("sapwood.tiers.s3.tier._CLAIM_SECONDS", 0.0)
+    other.put(*shard(9, 0, 1, attempt="ffff00"))
+    check_files(store, ID, 2, {})
+    assert not bins(store)
+
+
+def test_what_killed_runs_left_is_cleared(weed: seaweed.Server, place: str) -> None:
+    here, store = tier(weed, place), objects(weed, place)
+    here.put(*shard(7, 0, 2))
+    here.put(*shard(8, 0, 1))
+    Multipart(here.place).begin(f"{ID.folder}/shard-1.bin")
+    store.put("00000006-0a1b2c/shard-0.bin", b"no record")
+    kept = store.names()
+    for stale in (
+        Stale(attempt=ATTEMPT, step=9, quiet=-10.0),
+        Stale(attempt="ffff00", step=5, quiet=-10.0),
+        Stale(attempt="ffff00", step=9),
+    ):
+        assert here.clear(stale) == []
+    assert store.names() == kept
+    cleared = here.clear(Stale(attempt="ffff00", step=9, quiet=-10.0))
+    assert [id.step for id in cleared] == [6, 7]
+    assert [s.id.step for s in here.shards()] == [8]
+    assert uploads(weed, place) == []
+
+
 # -- what goes wrong --------------------------------------------------------------------------
 
 
@@ -237,7 +323,8 @@ def test_a_writer_killed_at_any_request(weed: seaweed.Server, place: str) -> Non
         points = [n for n, op in enumerate(seen, 1) if op not in ("list", "head", "get")]
         assert len(points) > 10
         for number in points:
-            store.delete([n for n in store.names() if "shard-0" not in n])
+            here.drop(ID)
+            here.put(*shard(7, 0, 2, **SIZES))
             env = {**weed.environment, ENV: f"s3:kill@{number}"}
             killed = ranks.spawn(write, 1, place, 7, 2, SIZES, 1, env=env, expect_errors=True)
             assert killed[0].signal == signal.SIGKILL
@@ -250,7 +337,7 @@ def test_a_writer_killed_at_any_request(weed: seaweed.Server, place: str) -> Non
 def check_what_is_listed(here: S3Tier, store: Objects) -> None:
     listed = list(here.shards())
     assert Stored(ID, 0) in listed
-    for stored in listed[1:]:
+    for stored in listed:
         assert verify_all(here, stored)
     if f"{ID.folder}/manifest.json" in store.names(ID.folder):
         assert listed == [Stored(ID, 0), Stored(ID, 1)]
@@ -318,7 +405,7 @@ def test_a_failed_publication_is_tried_again_without_the_shard(
 @pytest.mark.parametrize("name", ["shard-0.bin", "shard-0.json"])
 def test_damage_is_found(weed: seaweed.Server, place: str, name: str) -> None:
     here, store = tier(weed, place), objects(weed, place)
-    record, memory = shard(7, 0, 1)
+    record, memory = shard(7, 0, 2)
     here.put(record, memory)
     full = f"{ID.folder}/{name}"
     content = bytearray(store.get(full))
@@ -353,8 +440,15 @@ def test_damage_to_a_published_file_is_found(weed: seaweed.Server, place: str, a
     store.put(name, bytes(content[:-1]))
     with pytest.raises(CheckpointError, match="truncated"):
         here.verify_files(ID)
+    # The files are all there is of the bytes: shards put again mend them.
+    with pytest.raises((TierError, CheckpointError)):
+        here.publish(ID)
+    for rank in range(2):
+        here.put(*shard(7, rank, 2))
+        assert verify_all(here, Stored(ID, rank))
     assert here.publish(ID)
     check_files(store, ID, 2, {})
+    assert not bins(store)
 
 
 def test_a_server_that_hangs(weed: seaweed.Server, place: str) -> None:

@@ -208,6 +208,9 @@ class Checkpointer:
             about, state = loaded.about, loaded.state
             for note in (*self._extras.restore(state.common, state.mine), *about.skipped):
                 log.warning("while restoring %s: %s", about.id, note)
+        if self._nodes.addresses and run.group.rank == self._nodes.ranks[0]:
+            # Some node may have come back empty, and the next loss may be another one.
+            self._engine.mend(about.id)
         run.resume_at(about.id.step)
         self._saver.start()
         return about

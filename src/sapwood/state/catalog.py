@@ -134,6 +134,11 @@ class Catalog:
         """Plain values for a record."""
         return [[e.file, e.name, e.dtype, list(e.shape), list(e.holders)] for e in self.entries]
 
+    @cached_property
+    def text(self) -> bytes:
+        """``to_json`` as JSON: the same for every checkpoint of a run, and long to make."""
+        return json.dumps(self.to_json(), separators=(",", ":")).encode()
+
     @classmethod
     def from_json(cls, rows: Any) -> Catalog:
         """The reverse of ``to_json``.

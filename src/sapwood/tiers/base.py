@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from sapwood.errors import CheckpointError
 from sapwood.tiers.digest import matches
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 
-__all__ = ["Stored", "StoredShard", "Tier", "read_range", "verify"]
+__all__ = ["Mendable", "Stored", "StoredShard", "Tier", "read_range", "read_shard", "verify"]
 
 
 @dataclass(frozen=True, order=True)
@@ -88,6 +88,26 @@ class Tier(Protocol):
         ...
 
 
+@runtime_checkable
+class Mendable(Protocol):
+    """A tier that rests on several nodes, of which some may come back empty."""
+
+    @property
+    def name(self) -> str:
+        """As the tier's."""
+        ...
+
+    def mend(self, id: CheckpointId, others: Sequence[Tier]) -> int:
+        """Write anew what is lost of a checkpoint and this node is to look after; how many parts.
+
+        ``others`` are this node's other tiers, cheapest first.
+
+        Raises:
+            TierError: it could not be done now.
+        """
+        ...
+
+
 def read_range(shard: StoredShard, part: Range, out: Any) -> None:
     """Read a range and verify it.
 
@@ -103,6 +123,19 @@ def read_range(shard: StoredShard, part: Range, out: Any) -> None:
             f"{piece.start + part.start} to {piece.start + part.start + part.nbytes} of "
             f"{piece.file} {piece.name} do not match their checksum"
         )
+
+
+def read_shard(shard: StoredShard) -> bytearray:
+    """The memory of a whole shard, verified.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    memory = bytearray(shard.record.nbytes)
+    view = memoryview(memory)
+    for part in shard.record.ranges:
+        read_range(shard, part, view[part.at : part.at + part.nbytes])
+    return memory
 
 
 def verify(shard: StoredShard) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.files import Files, FileWriter
 from sapwood.tiers.keeper import Blob, checked, is_name
+from sapwood.tiers.leftovers import Stale, clear_folder, clock_of, is_draft
+from sapwood.tiers.record import CheckpointId
 
 __all__ = ["BlobFile", "BlobFolder"]
 
@@ -77,6 +79,21 @@ class BlobFolder:
             if home.is_dir():
                 self._files.sync_folder(home)
             self._files.remove_tree(home)
+
+    def clear(self, area: str, stale: Stale) -> list[CheckpointId]:
+        """Remove drafts, and data whose record never came; see ``tiers.leftovers``."""
+        root = self.folder / checked(area)
+        cleared = []
+        with _as_tier_error("clear up", root):
+            homes = [root / name for name in _entries(root)]
+            now = clock_of(root, homes)
+            for home in homes:
+                id = CheckpointId.parse(home.name)
+                if id is None or not stale.covers(id) or not stale.is_quiet(home, now):
+                    continue
+                if clear_folder(self._files, home, _unfinished):
+                    cleared.append(id)
+        return cleared
 
     def close(self) -> None:
         """Nothing runs."""
@@ -183,6 +200,12 @@ class _Part:
 
     def close(self) -> None:
         """Nothing was opened."""
+
+
+def _unfinished(names: Collection[str]) -> set[str]:
+    data = {name for name in names if name.endswith(".bin") and not name.startswith(".")}
+    lost = {name for name in data if name.removesuffix(".bin") + ".json" not in names}
+    return lost | {name for name in names if is_draft(name)}
 
 
 def _read_all(file: Any, memory: memoryview) -> None:

@@ -26,6 +26,7 @@ from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.assembly import AssembledShard, check_published, write_pieces
 from sapwood.tiers.base import Stored
 from sapwood.tiers.files import Files
+from sapwood.tiers.leftovers import Stale, clock_of
 from sapwood.tiers.local import entries_in, ranks_in, record_name
 from sapwood.tiers.manifest import MANIFEST, Manifest, check_agreement, join
 from sapwood.tiers.record import CheckpointId, ShardRecord
@@ -207,6 +208,33 @@ class ExternalTier:
             self._discard(self._final(id))
 
         self._guarded(f"remove checkpoint {id} from", work)
+
+    def clear(self, stale: Stale) -> list[CheckpointId]:
+        """Remove folders that were never published; see ``tiers.leftovers``.
+
+        One that has the records of all ranks is published instead.
+        """
+        return self._guarded("clear up", lambda: self._clear(stale))
+
+    def _clear(self, stale: Stale) -> list[CheckpointId]:
+        self._sweep()
+        entries, cleared = entries_in(self.folder), []
+        now = clock_of(self.folder, entries)
+        for home in entries:
+            id = CheckpointId.parse(home.name.removesuffix(PARTIAL))
+            if home.suffix != PARTIAL or id is None or not stale.covers(id):
+                continue
+            if stale.is_quiet(home, now) and not self._finished(id):
+                self._discard(home)
+                cleared.append(id)
+        return cleared
+
+    def _finished(self, id: CheckpointId) -> bool:
+        try:
+            return self.finish(id)
+        except TierError as error:  # its shards do not belong together, or are damaged
+            log.warning("checkpoint %s is given up: %s", id, error)
+            return False
 
     def _discard(self, home: Path) -> None:
         if not home.is_dir():

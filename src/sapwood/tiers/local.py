@@ -7,7 +7,7 @@ captured, and ``shard-0.json``, its record. The record is written last: it makes
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from typing import Any
 from sapwood.errors import TierError
 from sapwood.tiers.base import Stored, StoredShard
 from sapwood.tiers.files import Files, draft_of
+from sapwood.tiers.leftovers import Stale, clear_folder, clock_of, is_draft
 from sapwood.tiers.record import CheckpointId, ShardRecord
 from sapwood.tiers.shardfile import open_shard
 
 __all__ = ["LocalTier", "ranks_in", "record_name"]
 
 _RECORD = re.compile(r"shard-(\d+)\.json")
+_DATA = re.compile(r"shard-(\d+)(?:\.base-\d+)?\.(?:bin|index)")
 
 
 class LocalTier:
@@ -76,8 +78,31 @@ class LocalTier:
         except OSError as error:
             raise TierError(f"cannot remove {home}: {error.strerror or error}") from error
 
+    def clear(self, stale: Stale) -> list[CheckpointId]:
+        """Remove drafts, and data files whose record never came; see ``tiers.leftovers``."""
+        cleared = []
+        try:
+            homes = entries_in(self.folder)
+            now = clock_of(self.folder, homes)
+            for home in homes:
+                id = CheckpointId.parse(home.name)
+                if id is None or not stale.covers(id) or not stale.is_quiet(home, now):
+                    continue
+                if clear_folder(self._files, home, _unfinished):
+                    cleared.append(id)
+        except OSError as error:
+            raise TierError(f"cannot clear up {self.folder}: {error.strerror or error}") from error
+        return cleared
+
     def close(self) -> None:
         """Nothing runs."""
+
+
+def _unfinished(names: Collection[str]) -> set[str]:
+    there = {found[1] for name in names if (found := _RECORD.fullmatch(name))}
+    data = {name: found[1] for name in names if (found := _DATA.fullmatch(name))}
+    lost = {name for name, rank in data.items() if rank not in there}
+    return lost | {name for name in names if is_draft(name)}
 
 
 def entries_in(folder: Path) -> list[Path]:

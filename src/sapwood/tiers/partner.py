@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, ConfigError, TierError
-from sapwood.tiers.base import Stored
+from sapwood.tiers.base import Stored, Tier, read_shard
 from sapwood.tiers.blobs import BlobFolder
 from sapwood.tiers.keeper import Blob, Keeper
+from sapwood.tiers.leftovers import Stale
 from sapwood.tiers.peer import peers_of
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 from sapwood.tiers.spec import NodeMap
@@ -50,6 +51,7 @@ class PartnerTier:
         self.partner = ring[(ring.index(nodes.node) + 1) % len(ring)]
         self._there = peers_of(nodes, [self.partner], timeout)[self.partner]
         self._here = BlobFolder(keep)
+        self._ranks = nodes.ranks
 
     def put(self, record: ShardRecord, data: Any) -> None:
         """Send a shard to the partner."""
@@ -84,10 +86,41 @@ class PartnerTier:
             + "; ".join(problems)
         )
 
+    def mend(self, id: CheckpointId, others: Sequence[Tier] = ()) -> int:
+        """Send the partner what it has lost of this node's shards of a checkpoint; how many.
+
+        They come from ``others``, tiers of this node.
+
+        Raises:
+            TierError: the partner cannot be reached.
+        """
+        there = {stored.rank for stored in _stored(self._there.names(self.name, id.folder))}
+        count = 0
+        for tier in others:
+            for rank in sorted({*self._ranks} - there):
+                if self._copy(Stored(id, rank), tier):
+                    there.add(rank)
+                    count += 1
+        return count
+
+    def _copy(self, stored: Stored, tier: Tier) -> bool:
+        """Send the partner a shard of another tier; whether it was there and sound."""
+        try:
+            with closing(tier.open(stored)) as shard:
+                record, memory = shard.record, read_shard(shard)
+        except (CheckpointError, TierError):
+            return False
+        self.put(record, memory)
+        return True
+
     def drop(self, id: CheckpointId) -> None:
         """Remove a checkpoint here and at the partner."""
         self._here.drop(self.name, id.folder)
         self._there.drop(self.name, id.folder)
+
+    def clear(self, stale: Stale) -> list[CheckpointId]:
+        """Remove from this node what killed runs left unfinished; other nodes do it themselves."""
+        return self._here.clear(self.name, stale)
 
     def close(self) -> None:
         """End connections."""

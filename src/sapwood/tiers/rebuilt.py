@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,11 @@ class ParityShard:
         self._records: dict[Held, FragmentRecord] = {}
         self._lost: dict[Held, str] = {}
         self._block_number, self._block_data = -1, np.empty(0, np.uint8)
-        content = self._read_records()
+        self._content = self._read_records()
         first = next(iter(self._records.values()))
         self._codec = codec_for(self._scheme, first.code, first.block)
         self._blocks = self._codec.blocks(first.nbytes)
-        self.record = ShardRecord.decode(content, f"the record of {self._what}")
+        self.record = ShardRecord.decode(self._content, f"the record of {self._what}")
 
     @property
     def _what(self) -> str:
@@ -85,6 +86,62 @@ class ParityShard:
     def close(self) -> None:
         """Forget the last block; connections are the keepers'."""
         self._block_number, self._block_data = -1, np.empty(0, np.uint8)
+
+    def remake(self, targets: Mapping[int, Keeper]) -> None:
+        """Write fragments anew, by index, to those who are to keep them.
+
+        Raises:
+            CheckpointError: too few fragments are sound.
+            TierError: a keeper cannot take one.
+        """
+        first = self._held[0].fragment
+        nbytes = self._codec.fragment_bytes(self.record.nbytes)
+        digests: dict[int, list[str]] = {index: [] for index in targets}
+        with ExitStack() as stack:
+            sinks = {
+                index: stack.enter_context(
+                    closing(keeper.put(replace(first, index=index).blob, nbytes))
+                )
+                for index, keeper in targets.items()
+            }
+            for number in range(len(self._blocks)):
+                for index, part in self._coded(number, targets).items():
+                    digests[index].append(digest(part))
+                    sinks[index].write(part)
+            for index, sink in sinks.items():
+                sink.seal(self._described(index, digests[index]).encode(self._content))
+            for sink in sinks.values():
+                sink.wait()
+
+    def check_all(self) -> dict[Held, str]:
+        """Read every fragment, and say what is wrong with those that are not sound."""
+        bad: dict[Held, str] = {}
+        for held in self._held:
+            if held not in self._records and held not in self._lost:
+                self._load(held)
+        for number, (start, stop) in enumerate(self._blocks):
+            left = [h for h in self._records if h not in bad and h not in self._lost]
+            size = self._codec.fragment_bytes(stop - start)
+            for held in left:
+                self._fetch([held], number, size, {}, bad)
+        return {**self._lost, **bad}
+
+    def _coded(self, number: int, wanted: Iterable[int]) -> dict[int, Bytes]:
+        """Some fragments of a block, made from its data."""
+        data = self._block(number)
+        size = self._codec.fragment_bytes(len(data))
+        parts = [np.empty(size, np.uint8) for _ in range(self._scheme.total)]
+        self._codec.encode(data, parts)
+        return {index: parts[index] for index in wanted}
+
+    def _described(self, index: int, digests: Sequence[str]) -> FragmentRecord:
+        return FragmentRecord(
+            code=self._codec.code,
+            block=self._codec.block,
+            nbytes=self.record.nbytes,
+            index=index,
+            digests=tuple(digests),
+        )
 
     # -- records -----------------------------------------------------------------------------
 

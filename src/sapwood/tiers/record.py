@@ -96,23 +96,24 @@ class ShardRecord:
 
     def encode(self) -> bytes:
         """The record as a file's content."""
-        body = json.dumps(
-            {
-                "format": FORMAT,
-                "step": self.id.step,
-                "attempt": self.id.attempt,
-                "rank": self.rank,
-                "world": self.world,
-                "created": self.created,
-                "algorithm": self.algorithm,
-                "range_bytes": self.range_bytes,
-                "catalog": self.catalog.to_json(),
-                "pieces": self.shard.to_json(self.catalog),
-                "digests": self.digests,
-                "extras": self.extras,
-            },
-            separators=(",", ":"),
-        ).encode()
+        head = {
+            "format": FORMAT,
+            "step": self.id.step,
+            "attempt": self.id.attempt,
+            "rank": self.rank,
+            "world": self.world,
+            "created": self.created,
+            "algorithm": self.algorithm,
+            "range_bytes": self.range_bytes,
+        }
+        tail = {
+            "pieces": self.shard.to_json(self.catalog),
+            "digests": self.digests,
+            "extras": self.extras,
+        }
+        # One object; the list of tensors, which may be long, was encoded before.
+        first, last = _json(head)[:-1], _json(tail)[1:]
+        body = b"".join((first, b',"catalog":', self.catalog.text, b",", last))
         return seal(body, self.algorithm)
 
     @classmethod
@@ -158,6 +159,10 @@ def describe(
         created=created,
         extras=extras,
     )
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode()
 
 
 def _cuts(nbytes: int, size: int) -> list[tuple[int, int]]:

@@ -100,6 +100,10 @@ class Engine(Protocol):
         """Remove this node's part of a checkpoint from these tiers, in the background."""
         ...
 
+    def mend(self, id: CheckpointId) -> None:
+        """Give nodes back what they kept of a checkpoint and have lost, in the background."""
+        ...
+
     def drain(self, timeout: float) -> bool:
         """Wait until everything submitted is done or given up; False if not in time."""
         ...

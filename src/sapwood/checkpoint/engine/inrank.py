@@ -46,6 +46,10 @@ class InRank:
         """Remove a checkpoint from these tiers."""
         self._pipeline.drop(id, tiers)
 
+    def mend(self, id: CheckpointId) -> None:
+        """Give nodes back what they have lost of a checkpoint; ``drain`` waits for it."""
+        self._pipeline.mend(id)
+
     def drain(self, timeout: float) -> bool:
         """Wait for what is on its way."""
         return self._pipeline.drain(timeout)

@@ -108,6 +108,10 @@ class NodeEngine:
         """Remove a checkpoint; if no engine is there to do it, it stays."""
         self._order({"op": "drop", "id": [id.step, id.attempt], "tiers": tiers})
 
+    def mend(self, id: CheckpointId) -> None:
+        """Give nodes back what they have lost of a checkpoint, if an engine is there to do it."""
+        self._order({"op": "mend", "id": [id.step, id.attempt]})
+
     def drain(self, timeout: float) -> bool:
         """Wait for this rank's own shards."""
         with self._state:

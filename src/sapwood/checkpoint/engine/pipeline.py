@@ -23,7 +23,7 @@ from sapwood.checkpoint.engine.base import Durable, Failed, Job, Listener
 from sapwood.errors import CheckpointError, SapwoodError
 from sapwood.runtime import faults
 from sapwood.runtime.worker import Worker
-from sapwood.tiers.base import Stored, Tier, read_range
+from sapwood.tiers.base import Mendable, Stored, Tier, read_range
 from sapwood.tiers.memory import MemoryTier
 from sapwood.tiers.record import CheckpointId, ShardRecord, describe
 from sapwood.tiers.spec import TierSpec
@@ -108,6 +108,14 @@ class Pipeline:
         """Remove a checkpoint from some tiers, after what is queued there."""
         for name in self.tiers.keys() & set(tiers):
             self._workers[name].submit(lambda name=name: self._drop(name, id))  # type: ignore[misc]
+
+    def mend(self, id: CheckpointId) -> None:
+        """Have tiers that rest on several nodes write anew what was lost of a checkpoint."""
+        for name, tier in self.tiers.items():
+            if isinstance(tier, Mendable):
+                with self._idle:
+                    self._open += 1
+                self._workers[name].submit(lambda tier=tier: self._mend(tier, id))  # type: ignore[misc]
 
     def drain(self, timeout: float) -> bool:
         """Wait until nothing is on its way; False if that took too long."""
@@ -227,6 +235,20 @@ class Pipeline:
             for part in shard.record.ranges:
                 read_range(shard, part, memory[part.at : part.at + part.nbytes])
         return memory
+
+    def _mend(self, tier: Mendable, id: CheckpointId) -> None:
+        try:
+            count = tier.mend(id, [t for name, t in self.tiers.items() if name != tier.name])
+            if count:
+                log.info("tier %s: %d lost parts of %s were written anew", tier.name, count, id)
+        except Exception as error:
+            known = isinstance(error, SapwoodError)
+            told = None if known else error
+            log.warning("tier %s: %s was not mended: %s", tier.name, id, error, exc_info=told)
+        finally:
+            with self._idle:
+                self._open -= 1
+                self._idle.notify_all()
 
     def _drop(self, name: str, id: CheckpointId) -> None:
         try:

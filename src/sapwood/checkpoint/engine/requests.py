@@ -86,11 +86,16 @@ def _drop(session: Session, message: Message) -> None:
     session.pipeline.drop(to_id(message["id"]), [str(name) for name in message["tiers"]])
 
 
+def _mend(session: Session, message: Message) -> None:
+    session.pipeline.mend(to_id(message["id"]))
+
+
 _ORDERS: dict[str, Callable[[Session, Message], None]] = {
     "plan": _plan,
     "submit": _submit,
     "recall": _recall,
     "drop": _drop,
+    "mend": _mend,
 }
 
 # -- questions: answered under the number they came with -----------------------------------------

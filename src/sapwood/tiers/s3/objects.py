@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -22,12 +23,21 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from obstore.store import S3Config
 
-__all__ = ["Objects"]
+__all__ = ["Entry", "Objects"]
 
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d+)")
 _PARALLEL_BYTES = 4 * 2**20
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object in a list."""
+
+    size: int
+    changed: float
+    """Seconds since the epoch, by the server's clock, which counts whole seconds."""
 
 
 class Objects:
@@ -118,8 +128,13 @@ class Objects:
 
     def names(self, folder: str | None = None) -> list[str]:
         """All objects below a folder (None: below the prefix), however many pages they fill."""
+        return list(self.entries(folder))
+
+    def entries(self, folder: str | None = None) -> dict[str, Entry]:
+        """The same, with what the server knows of each."""
         found = self._do("list", folder or "", lambda: obstore.list(self._store, folder).collect())
-        return sorted(str(one["path"]) for one in found)
+        rows = sorted((str(o["path"]), int(o["size"]), o["last_modified"]) for o in found)
+        return {path: Entry(size, moment.timestamp()) for path, size, moment in rows}
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; it is no error if some are not there."""

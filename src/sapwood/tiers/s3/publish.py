@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
@@ -21,20 +22,17 @@ from sapwood.tiers.digest import matches
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart, UploadGoneError
 from sapwood.tiers.s3.objects import Objects
-from sapwood.tiers.s3.parts import HEADER, Part, plan_parts
+from sapwood.tiers.s3.parts import HEADER, Part, Run, plan_parts
+from sapwood.tiers.s3.shard import data_name
 from sapwood.tiers.s3.upload import upload
 
-__all__ = ["Publisher", "Source", "data_name", "record_name", "stored_in"]
+__all__ = ["Publisher", "Source", "record_name", "stored_in"]
 
 FORMAT = "sapwood-checkpoint/1"
 _AT_ONCE = 8
 """Ranges verified together."""
 _RECORD = re.compile(r"shard-(\d+)\.json")
-
-
-def data_name(id: CheckpointId, rank: int) -> str:
-    """The object of a shard's bytes."""
-    return f"{id.folder}/shard-{rank}.bin"
+_DATA = re.compile(r"shard-\d+\.bin")
 
 
 def record_name(id: CheckpointId, rank: int) -> str:
@@ -94,16 +92,37 @@ class Publisher:
         first = records[0]
         if any((r.catalog, r.world) != (first.catalog, world) for r in records.values()):
             raise CheckpointError(f"the shards of checkpoint {id} do not belong together")
+        again = self.published(id)
+        sources = _Sources(records, mine, frozenset(self._objects.names(id.folder)))
         try:
             for layout in first.catalog.layouts.values():
-                self._assemble(id, layout, records, mine)
-        except UploadGoneError:
-            if self.published(id):
-                return  # by another engine, which has taken our uploads away
+                self._assemble(id, layout, sources)
+        except TierError as error:
+            # By another engine, which has taken our uploads or the shards away?
+            if self.published(id) and (isinstance(error, UploadGoneError) or not again):
+                return
             raise
         self._objects.create(f"{id.folder}/manifest.json", _manifest(first))
         # Now all other uploads for this checkpoint are of engines that died, or came second.
         self.abort_uploads(id)
+        self.tidy(id, sources.names)
+
+    def tidy(self, id: CheckpointId, used: Collection[str] = ()) -> None:
+        """Delete the shards' own bytes, if the manifest is there and the files are as it says.
+
+        Those ``used`` for the files go, and those older than the manifest, which whoever put it
+        did not come to. Younger ones stay: somebody puts them to mend a file.
+        """
+        entries = self._objects.entries(id.folder)
+        manifest = entries.get(f"{id.folder}/manifest.json")
+        bins = [name for name in entries if _DATA.fullmatch(name.partition("/")[2])]
+        if manifest is None or not bins:
+            return
+        files = json.loads(self._objects.get(f"{id.folder}/manifest.json"))["files"]
+        there = {name.partition("/")[2]: entry.size for name, entry in entries.items()}
+        if all(there.get(name) == size for name, size in files.items()):
+            old = [n for n in bins if n in used or entries[n].changed < manifest.changed]
+            self._objects.delete(old)
 
     def verify(self, id: CheckpointId, world: int) -> int:
         """Read the files and compare them with the shards' checksums; bytes read.
@@ -157,59 +176,75 @@ class Publisher:
         except FileNotFoundError as error:
             raise TierError(f"cannot publish checkpoint {id}: {name} is gone") from error
 
-    def _assemble(
-        self,
-        id: CheckpointId,
-        layout: FileLayout,
-        records: Mapping[int, ShardRecord],
-        mine: Source | None,
-    ) -> None:
+    def _assemble(self, id: CheckpointId, layout: FileLayout, sources: _Sources) -> None:
         name = f"{id.folder}/{layout.filename}"
-        gather = _Gather(id, layout, self._objects, mine)
-        parts = plan_parts(layout, {rank: r.shard for rank, r in records.items()})
+        parts = plan_parts(layout, {rank: r.shard for rank, r in sources.records.items()})
+        starts = accumulate((part.nbytes for part in parts), initial=0)
+        gathers = [
+            _Gather(name, layout, self._objects, sources, part, start)
+            for part, start in zip(parts, starts, strict=False)
+        ]
         if len(parts) == 1:
-            self._objects.put(name, gather.bytes(parts[0]))
-            return
-        sources = [_source(id, part, gather) for part in parts]
-        upload(self._multipart, name, sources)
+            self._objects.put(name, gathers[0].bytes())
+        else:
+            upload(self._multipart, name, [gather.source() for gather in gathers])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Where the bytes of shards are."""
+
+    records: Mapping[int, ShardRecord]
+    mine: Source | None
+    names: frozenset[str]
+    """The objects there are."""
+
+    def place(self, run: Run, file: str, at: int) -> tuple[str, int]:
+        """Object and offset of a run: its shard's, or the file's itself, if that is published."""
+        name = data_name(self.records[run.rank])
+        return (name, run.at) if name in self.names else (file, at)
 
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """Brings together the bytes of a part that the server cannot copy."""
+    """Brings together the bytes of a part, or says where the server finds them."""
 
-    id: CheckpointId
+    name: str
     layout: FileLayout
     objects: Objects
-    mine: Source | None
+    sources: _Sources
+    part: Part
+    start: int
+    """Of the part in the file."""
 
-    def bytes(self, part: Part) -> memoryview:
-        memory = memoryview(bytearray(part.nbytes))
-        elsewhere: dict[int, list[tuple[int, memoryview]]] = {}
+    def source(self) -> DataPart | CopyPart:
+        if not self.part.copied:
+            return DataPart(self.bytes)
+        (run,) = self.part.runs
+        return CopyPart(*self.sources.place(run, self.name, self.start), run.nbytes)
+
+    def bytes(self) -> memoryview:
+        memory = memoryview(bytearray(self.part.nbytes))
+        mine = self.sources.mine
+        elsewhere: dict[str, list[tuple[int, memoryview]]] = {}
         at = 0
-        for run in part.runs:
+        for run in self.part.runs:
             out = memory[at : at + run.nbytes]
-            at += run.nbytes
             if run.rank == HEADER:
                 out[:] = self.layout.header[run.at : run.at + run.nbytes]
-            elif self.mine is not None and self.mine.record.rank == run.rank:
-                out[:] = self.mine.data[run.at : run.at + run.nbytes]
+            elif mine is not None and mine.record.rank == run.rank:
+                out[:] = mine.data[run.at : run.at + run.nbytes]
             else:
-                elsewhere.setdefault(run.rank, []).append((run.at, out))
-        for rank, wanted in elsewhere.items():
-            name = data_name(self.id, rank)
+                name, offset = self.sources.place(run, self.name, self.start + at)
+                elsewhere.setdefault(name, []).append((offset, out))
+            at += run.nbytes
+        for name, wanted in elsewhere.items():
             try:
                 self.objects.read_all(name, wanted)
-            except FileNotFoundError as error:
-                raise TierError(f"cannot publish checkpoint {self.id}: {name} is gone") from error
+            except (FileNotFoundError, ValueError) as error:
+                what = "is gone" if isinstance(error, FileNotFoundError) else "is truncated"
+                raise TierError(f"cannot make {self.name}: {name} {what}") from error
         return memory
-
-
-def _source(id: CheckpointId, part: Part, gather: _Gather) -> DataPart | CopyPart:
-    if not part.copied:
-        return DataPart(lambda: gather.bytes(part))
-    run = part.runs[0]
-    return CopyPart(data_name(id, run.rank), run.at, run.nbytes)
 
 
 def _manifest(record: ShardRecord) -> bytes:

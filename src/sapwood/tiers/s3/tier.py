@@ -7,6 +7,8 @@ Under ``<prefix>/00000015-3f9a1c/`` there are
     manifest.json                 put once the files are there, by one writer only
     claim.json                    who makes the files
 
+and, once there is a manifest, the ``.bin`` objects go: every byte is in the files.
+
 A checkpoint can be restored from shards and records alone as soon as all are there. The files are
 made from the shards afterwards, by multipart upload, in which the server itself copies every run
 of 5 MiB or more out of a shard (``UploadPartCopy``); only what is shorter is sent once more. So
@@ -16,31 +18,37 @@ nothing of a multipart upload can be read until it is complete; and its parts wo
 wherever a tensor's slices are.
 
 A writer that dies leaves objects without a record, which nobody lists, and open uploads, which
-``publish`` of the same checkpoint, ``drop`` and ``sweep`` abort.
+``publish`` of the same checkpoint, ``drop``, ``clear`` and ``sweep`` abort. If it dies while it
+makes the files, whoever publishes another checkpoint a quarter of an hour later makes them.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from bisect import bisect_right
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.base import Stored
-from sapwood.tiers.record import CheckpointId, Range, ShardRecord
+from sapwood.tiers.leftovers import Stale
+from sapwood.tiers.record import CheckpointId, ShardRecord
 from sapwood.tiers.s3.multipart import Multipart, UploadGoneError
-from sapwood.tiers.s3.objects import Objects
+from sapwood.tiers.s3.objects import Entry, Objects
 from sapwood.tiers.s3.place import S3Place
-from sapwood.tiers.s3.publish import Publisher, Source, data_name, record_name, stored_in
+from sapwood.tiers.s3.publish import Publisher, Source, record_name, stored_in
+from sapwood.tiers.s3.shard import S3Shard, data_name
 from sapwood.tiers.s3.sigv4 import Credentials
 from sapwood.tiers.s3.upload import upload_bytes
 
-__all__ = ["S3Shard", "S3Tier"]
+__all__ = ["S3Tier"]
 
-_FIRST_BLOCK, _LAST_BLOCK = 2**20, 32 * 2**20
+log = logging.getLogger(__name__)
+_CLAIM_SECONDS = 900.0
+"""Who claimed to make the files and has not done so for so long is taken to be dead."""
 
 
 class S3Tier:
@@ -90,7 +98,7 @@ class S3Tier:
             safe = stored in self._safe
         if not safe:  # else an earlier try came as far as publishing
             if memory:
-                self._upload(data_name(record.id, record.rank), memory)
+                self._upload(data_name(record), memory)
             self._objects.put(record_name(record.id, record.rank), record.encode())
             with self._lock:
                 self._safe.add(stored)
@@ -101,11 +109,18 @@ class S3Tier:
     def publish(self, id: CheckpointId) -> bool:
         """Make a checkpoint's files and manifest, whoever claimed that; False if shards lack.
 
-        For repair: a checkpoint whose last writer died is whole, but has no files yet.
+        For repair: a checkpoint whose last writer died is whole, but has no files yet; or a file
+        is damaged, and shards were put again to mend it.
+
+        Raises:
+            CheckpointError: a file is damaged where no shard has its bytes any more.
         """
         world = self._whole(id)
         if world:
+            again = self._publisher.published(id)
             self._publisher.publish(id, world)
+            if again:
+                self._publisher.verify(id, world)
         return world > 0
 
     def verify_files(self, id: CheckpointId) -> int:
@@ -130,12 +145,14 @@ class S3Tier:
             record = ShardRecord.decode(self._objects.get(name), f"{self.place}/{name}")
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no {self.place}/{name}") from error
-        data = data_name(stored.id, stored.rank)
+        data = data_name(record)
         size = self._objects.size(data) if record.nbytes else 0
+        if size is None and self._publisher.published(stored.id):
+            return S3Shard(self._objects, record, published=True)
         if size != record.nbytes:
             what = "is missing" if size is None else f"has {size} bytes"
             raise CheckpointError(f"{self.place}/{data} {what}, its record says {record.nbytes}")
-        return S3Shard(self._objects, data, record)
+        return S3Shard(self._objects, record, published=False)
 
     def drop(self, id: CheckpointId) -> None:
         """Take the records away first: a crash on the way leaves no shard that seems whole."""
@@ -154,6 +171,29 @@ class S3Tier:
         for one in ours:
             self._multipart.abort(one.name, one.upload)
         return len(ours)
+
+    def clear(self, stale: Stale) -> list[CheckpointId]:
+        """Remove what killed runs left unfinished, and shards that are in files by now.
+
+        See ``tiers.leftovers``; here the clock is the server's, which allows none to be far off.
+        """
+        cleared = set()
+        for one in self._multipart.open_uploads():
+            id = CheckpointId.parse(one.name.partition("/")[0])
+            if id is not None and stale.covers(id) and _age(one.started) >= stale.quiet:
+                self._multipart.abort(one.name, one.upload)
+                cleared.add(id)
+        for folder, entries in _by_folder(self._objects.entries()).items():
+            id = CheckpointId.parse(folder)
+            quiet = time.time() - max(entry.changed for entry in entries.values())
+            if id is None or not stale.covers(id) or quiet < stale.quiet:
+                continue
+            if f"{folder}/manifest.json" in entries:
+                self._publisher.tidy(id)
+            elif not self._readable(id):
+                self.drop(id)
+                cleared.add(id)
+        return sorted(cleared)
 
     def close(self) -> None:
         """Nothing runs."""
@@ -178,65 +218,48 @@ class S3Tier:
             world = first.record.world
         return world if set(range(world)) <= set(ranks) else 0
 
+    def _readable(self, id: CheckpointId) -> bool:
+        try:
+            return self._whole(id) > 0
+        except CheckpointError:
+            return False
+
     def _publish_last(self, record: ShardRecord, memory: memoryview) -> None:
         id = record.id
         try:
             if not set(range(record.world)) <= set(self._ranks(id)):
                 return
-            if self._publisher.published(id) or not self._publisher.claim(id, record.rank):
+            if self._publisher.published(id):
+                self._publisher.tidy(id)
+                return
+            if not self._publisher.claim(id, record.rank):
                 return
             self._publisher.publish(id, record.world, Source(record, memory))
         except TierError as error:
             raise TierError(f"checkpoint {id} is whole, but its files are not: {error}") from error
+        self._take_over(id)
 
-
-class S3Shard:
-    """A shard in two objects. Fulfils ``StoredShard``.
-
-    It reads ahead, the further the longer it is read in order: a tiny tensor costs one small
-    request, and many tiny tensors do not cost one each.
-    """
-
-    def __init__(self, objects: Objects, name: str, record: ShardRecord) -> None:
-        """Made by ``S3Tier``."""
-        self.record = record
-        self._objects = objects
-        self._name = name
-        self._start = 0
-        self._block = memoryview(b"")
-        self._next = _FIRST_BLOCK
-        self._ends = [part.at + part.nbytes for part in record.ranges]
-
-    def read_into(self, part: Range, out: Any) -> None:
-        """Read a range, from what was read ahead if it is there."""
-        target = memoryview(out).cast("B")
-        if not target:
-            return
-        at = part.at - self._start
-        if not 0 <= at <= len(self._block) - len(target):
-            self._fetch(part.at, len(target))
-            at = 0
-        target[:] = self._block[at : at + len(target)]
-
-    def close(self) -> None:
-        """Forget what was read ahead."""
-        self._block = memoryview(b"")
-
-    def _fetch(self, start: int, nbytes: int) -> None:
-        in_order = start >= self._start and start <= self._start + len(self._block) + 64
-        self._next = min(2 * self._next, _LAST_BLOCK) if in_order else _FIRST_BLOCK
-        # Whole ranges only: half of one at the end would be asked for again.
-        last = bisect_right(self._ends, start + self._next) - 1
-        length = max(nbytes, self._ends[last] - start if last >= 0 else 0)
-        block = memoryview(bytearray(length))
-        self._block = memoryview(b"")
+    def _take_over(self, id: CheckpointId) -> None:
+        """Make the files of checkpoints whose claimant died; ``id`` was published just now."""
         try:
-            self._objects.read(self._name, start, block)
-        except (FileNotFoundError, TierError, ValueError) as error:
-            raise CheckpointError(
-                f"cannot read bytes {start} to {start + length} of {self._name}: {error}"
-            ) from error
-        self._start, self._block = start, block
+            folders = _by_folder(self._objects.entries())
+            now = max(entry.changed for entry in folders.get(id.folder, {}).values())
+            for folder, entries in folders.items():
+                other = CheckpointId.parse(folder)
+                quiet = now - max(entry.changed for entry in entries.values())
+                if other is None or f"{folder}/manifest.json" in entries or quiet < _CLAIM_SECONDS:
+                    continue
+                if self.publish(other):
+                    log.info("the files of checkpoint %s were made for one that died", other)
+        except (TierError, CheckpointError, ValueError) as error:
+            log.warning("%s: files that others left unmade stay so: %s", self.place, error)
+
+
+def _by_folder(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
+    found: dict[str, dict[str, Entry]] = {}
+    for name, entry in entries.items():
+        found.setdefault(name.partition("/")[0], {})[name] = entry
+    return found
 
 
 def _age(started: str) -> float:

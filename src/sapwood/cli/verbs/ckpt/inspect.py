@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from sapwood.cli.verbs.ckpt.content import choose
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE
-from sapwood.cli.verbs.ckpt.survey import Checkpoint, find_one
+from sapwood.cli.verbs.ckpt.survey import Checkpoint, Copy, find_one
 from sapwood.cli.verbs.ckpt.words import size
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Entry
@@ -126,10 +126,14 @@ def _shards(found: Checkpoint) -> list[dict[str, Any]]:
             "bytes": held[rank],
             "share": held[rank] / total,
             "pieces": len(record.shard.pieces),
-            "places": [c.place.label for c in found.copies if c.rank == rank],
+            "places": [_where(c) for c in found.copies if c.rank == rank],
         }
         for rank, record in sorted(found.records.items())
     ]
+
+
+def _where(copy: Copy) -> str:
+    return copy.place.label + (f" ({copy.fragments})" if copy.fragments else "")
 
 
 def _extras(found: Checkpoint) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -84,6 +85,9 @@ def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
     for place in checkpoint.places:
         shards = [c.rank for c in checkpoint.copies if c.place is place and c.record is not None]
         places[place.label] = {"tier": place.tier.name, "path": place.path, "shards": shards}
+        coded = {c.rank: c.fragments for c in checkpoint.copies if c.place is place and c.fragments}
+        if coded:
+            places[place.label]["fragments"] = {rank: asdict(f) for rank, f in coded.items()}
     return {
         "id": checkpoint.id.folder,
         "step": checkpoint.id.step,

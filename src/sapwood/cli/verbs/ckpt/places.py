@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sapwood.cli.verbs.ckpt.fragments import FragmentFolders, holds_fragments, node_folders
 from sapwood.errors import CheckpointError
 from sapwood.tiers.base import Tier
 from sapwood.tiers.local import LocalTier
@@ -18,7 +19,7 @@ __all__ = ["DEFAULT_PLACE", "Place", "checkpoint_of", "find_places", "find_tiers
 
 DEFAULT_PLACE = "ckpts"
 _DEPTH = 5  # from a run's folder: ckpts/nodes/<node>/kept/partner
-_PARTNER, _PARITY = "partner", "parity"
+_PARTNER = "partner"
 _HERE = NodeMap(node="cli", rank_nodes=("cli",))
 
 
@@ -61,7 +62,11 @@ def find_tiers(place: str) -> list[Place]:
             f"there is no folder {folder} here; give the place the checkpoints are in: the folder "
             "of the checkpointer, the local folder of a node, or s3://bucket/prefix"
         )
-    found = [_place(home) for home in _homes(folder, _DEPTH)]
+    homes = list(_homes(folder, _DEPTH))
+    coded = [home for home in homes if holds_fragments(home)]
+    found = [_place(home) for home in homes if home not in coded]
+    if coded:
+        found.append(Place(FragmentFolders(node_folders(coded, folder)), str(folder)))
     if not found:
         raise CheckpointError(
             f"no checkpoints in {folder}: neither it nor the folders below it hold any "
@@ -86,8 +91,7 @@ def _homes(folder: Path, depth: int) -> Iterator[Path]:
         yield folder
     if depth:
         for name in children:
-            # Parity is fragments, of which only the nodes' engines together make shards.
-            if name not in inside and name != _PARITY and not name.startswith("."):
+            if name not in inside and not name.startswith("."):
                 yield from _homes(folder / name, depth - 1)
 
 

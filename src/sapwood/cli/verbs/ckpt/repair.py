@@ -9,6 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from sapwood.cli.verbs.ckpt.fragments import FragmentFolders
 from sapwood.cli.verbs.ckpt.mend import is_sound, mend
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, Place, find_tiers
 from sapwood.cli.verbs.ckpt.published import damaged_headers, problem_of, rewrite_header
@@ -43,9 +44,11 @@ def repair(
 
     Checkpoints whose shards are all there but that were never published are published. With
     `--from`, shards that are missing or damaged are copied from another place, verified, and read
-    back; this reads every byte of both. Drafts of dead attempts and what is left of removed
-    checkpoints goes once nothing in it has changed for an hour. Without `--yes` it only says what
-    it would do. The exit code is 1 if something could not be done.
+    back; this reads every byte of both. Fragments that nodes of a parity group have lost, or that
+    are damaged, are made anew from the others, if the folders of the nodes are all below the place.
+    Drafts of dead attempts and what is left of removed checkpoints goes once nothing in it has
+    changed for an hour. Without `--yes` it only says what it would do. The exit code is 1 if
+    something could not be done.
 
     ```
     sapwood ckpt repair                              say what would be done to ckpts/
@@ -108,7 +111,7 @@ def _plan(
         mine = known.get(id, Checkpoint(id))
         copies = list(_copies(mine, theirs[id], here, ours)) if id in theirs else []
         yield from copies
-        finishing = list(_finishing(mine))
+        finishing = [*_finishing(mine), *_remaking(mine)]
         yield from finishing
         if not finishing and not copies:
             yield from _clearing(mine, newest, limit, incomplete=incomplete)
@@ -119,7 +122,7 @@ def _copies(
 ) -> Iterator[_Step]:
     record = mine.any_record or theirs.any_record
     for rank in range(record.world if record is not None else 0):
-        own = [c for c in mine.copies if c.rank == rank]
+        own = [c for c in mine.copies if c.rank == rank and c.fragments is None]
         bad = [c for c in own if not is_sound(c, mine.id)]
         if own and not bad:
             continue
@@ -136,7 +139,8 @@ def _copies(
 
 def _homes_of(rank: int, here: Sequence[Place], ours: Sequence[Checkpoint]) -> list[Place]:
     """Where a lost shard goes: where the rank's other shards are, or the only place there is."""
-    homes = {c.place.label: c.place for one in ours for c in one.copies if c.rank == rank}
+    copies = [c for one in ours for c in one.copies if c.rank == rank and c.fragments is None]
+    homes = {c.place.label: c.place for c in copies}
     return list(homes.values())[-1:] or list(here[:1] if len(here) == 1 else ())
 
 
@@ -155,6 +159,15 @@ def _finishing(mine: Checkpoint) -> Iterator[_Step]:
         finish = getattr(left.place.tier, "finish", None)
         if finish is not None:
             yield _Step(f"finish {mine.id} in {left.place.label}", partial(finish, mine.id))
+
+
+def _remaking(mine: Checkpoint) -> Iterator[_Step]:
+    """Write fragments anew, so that as many nodes as before may be lost."""
+    for place in mine.places:
+        tier = place.tier
+        if isinstance(tier, FragmentFolders) and (wrong := problem_of(place, mine.id)):
+            word = f"write anew in {place.label} what is lost of {mine.id} ({wrong})"
+            yield _Step(word, partial(tier.remake, mine.id))
 
 
 def _clearing(

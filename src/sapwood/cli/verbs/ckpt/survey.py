@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from sapwood.cli.verbs.ckpt.fragments import FragmentFolders, Fragments
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, Place, checkpoint_of, find_places
 from sapwood.errors import CheckpointError, SapwoodError, TierError
 from sapwood.tiers.base import Stored
@@ -32,6 +33,8 @@ class Copy:
     record: ShardRecord | None
     problem: str | None = None
     """Why there is no record: it, or its data file, cannot be read."""
+    fragments: Fragments | None = None
+    """If it is in fragments: how many there are."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class Checkpoint:
         bad = sorted({c.rank for c in self.damaged})
         if self.whole:
             notes = [f"a copy of {_shards(bad)} damaged"] if bad else []
+            short = sorted({c.rank for c in self.copies if c.fragments and c.fragments.lost})
+            notes += [f"fragments of {_shards(short)} lost"] if short and not bad else []
             return ", ".join(["whole", *notes, *(["not published"] if self.drafts else [])])
         lost = sorted(set(self.missing) - set(bad))
         words = [f"{_shards(bad)} damaged"] if bad else []
@@ -210,11 +215,12 @@ def _known(among: Iterable[Checkpoint]) -> str:
 
 
 def _copy(place: Place, stored: Stored) -> Copy:
+    fragments = place.tier.fragments(stored) if isinstance(place.tier, FragmentFolders) else None
     try:
         with closing(place.tier.open(stored)) as shard:
-            return Copy(place, stored.rank, shard.record)
+            return Copy(place, stored.rank, shard.record, fragments=fragments)
     except SapwoodError as error:
-        return Copy(place, stored.rank, None, str(error))
+        return Copy(place, stored.rank, None, str(error), fragments)
 
 
 def _leftovers(places: Sequence[Place], found: Iterable[Checkpoint]) -> list[Leftover]:
