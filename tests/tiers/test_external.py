@@ -400,3 +400,17 @@ def test_a_place_that_cannot_be_used_is_an_error_to_try_again(folder: Path) -> N
         tier.put(*shard(1, 0, 1))
     with pytest.raises(TierError, match="cannot list"):
         tier.shards()
+
+
+def test_what_crashes_left_of_older_checkpoints_goes_with_the_next_drop(tmp_path: Path) -> None:
+    tier = ExternalTier(tmp_path)
+    for step in (4, 5):
+        tier.put(*shard(step, 0, 1))
+    rest, newer = tmp_path / "00000003-ffffff.partial", tmp_path / "00000006-ffffff.partial"
+    for home in (rest, newer):  # bytes whose record was never written
+        home.mkdir()
+        (home / "model.safetensors").write_bytes(b"x")
+    tier.drop(CheckpointId(4, ATTEMPT))
+    assert not rest.exists()
+    assert newer.exists()
+    assert [s.id.step for s in tier.shards()] == [5]
