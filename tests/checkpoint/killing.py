@@ -73,8 +73,8 @@ def comes_back(folder: Path, reference: Reference, tiers: tuple[str, ...], **opt
     return loaded.id.step
 
 
-def goes_on(folder: Path, reference: Reference, **options: Any) -> int:
-    """Restore and train to the end, saving; the step that came back."""
+def goes_on(folder: Path, reference: Reference, **options: Any) -> tuple[int, tuple[str, ...]]:
+    """Restore and train to the end, saving; the step that came back, and what was passed over."""
     training = Training(folder)
     torch.manual_seed(9)
     with uncomplaining(), checkpointer(training, folder, **options) as c:
@@ -91,7 +91,7 @@ def goes_on(folder: Path, reference: Reference, **options: Any) -> int:
         assert [s.id.step for s in c.stats.saves] == list(range(step + EVERY, LAST + 1, EVERY))
         assert c.stats.skipped == []
     training.close()
-    return step
+    return step, loaded.skipped
 
 
 def kept(folder: Path) -> dict[str, list[str]]:
