@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sapwood.checkpoint.checkpointer import Checkpointer  # now, and not in every fork
+from sapwood.tiers.spec import TierSpec
 from tests.checkpoint.training import Training, same
 
 TIERS = ("memory", "local", "external")
@@ -38,7 +39,7 @@ class Reference:
 
 
 def checkpointer(
-    training: Training, folder: Path, tiers: tuple[str, ...] = TIERS, **options: Any
+    training: Training, folder: Path, tiers: Sequence[str | TierSpec] = TIERS, **options: Any
 ) -> Checkpointer:
     return Checkpointer(training.run, folder / "ckpts", tiers=tiers, **{**SETTINGS, **options})
 

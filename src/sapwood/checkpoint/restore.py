@@ -76,9 +76,10 @@ def load_newest(
 
 
 def _complain(inventory: Inventory, step: int | None, skipped: list[str]) -> None:
-    if inventory.find(step) or (step is not None and inventory.candidates):
+    # To begin anew where something was is the user's decision, not ours.
+    if inventory.find(step) or inventory.damaged or (step is not None and inventory.candidates):
         what = "no checkpoint is whole" if step is None else f"step {step} cannot be restored"
-        known = sorted({c.id.step for c in inventory.candidates})
+        known = sorted({c.id.step for c in inventory.candidates} | set(inventory.damaged))
         raise CheckpointError(f"{what} (steps found: {known}): " + "; ".join(skipped or ["none"]))
     for note in skipped:
         log.warning("while looking for checkpoints: %s", note)
