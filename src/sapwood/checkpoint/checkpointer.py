@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sapwood.buffers import Arena
+from sapwood.checkpoint.agreement import Agreement
 from sapwood.checkpoint.apply import apply
 from sapwood.checkpoint.auto import ModeChoice, StepClock
 from sapwood.checkpoint.capture import OWNER, Capture, make_capture
@@ -138,6 +139,7 @@ class Checkpointer:
         self._closed = False
         self._worker = Worker("sapwood-capture")
         leads = self._nodes.ranks[0] == run.group.rank
+        self._agreement = Agreement(run.group, self._attempt)
         self._commit = Commit(run.group, self._attempt, self._whole, watches=leads)
         self._pruners = self._make_pruners(retention) if leads else {}
         self._engine: Engine = start_engine(
@@ -396,6 +398,7 @@ class Checkpointer:
         job: Job | None = None
         if capture.error is None:
             try:
+                self._agreement.check(plan, step)
                 job = self._job(capture, step, plan)
             except Exception as error:
                 self._failure = self._failure or error
