@@ -143,3 +143,28 @@ def test_tiers_found_by_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert kinds in (["memory", "local", "external"], ["memory", "external"])
     if "local" in kinds:  # else the test's folder itself is not on a disk
         assert loaded.tiers == ("local",)
+
+
+def begin(folder: Path, tiers: tuple[str, ...]) -> int:
+    training = Training(folder)
+    with sapwood.Checkpointer(training.run, folder / "ckpts", tiers=tiers, **SETTINGS) as c:
+        found = c.restore_latest()
+    training.close()
+    return 0 if found is None else found.id.step
+
+
+def test_where_only_a_first_save_was_interrupted_nothing_was(tmp_path: Path) -> None:
+    """All shards would be seen in a shared folder: a run that restarts by itself begins anew."""
+    ranks.spawn(train, 2, tmp_path, ("external",))
+    for path in (tmp_path / "ckpts").glob("0*"):
+        (path / "shard-1.json").unlink()
+        path.rename(path.with_name(path.name + ".partial"))
+    assert ranks.spawn(begin, 2, tmp_path, ("external",)) == [0, 0]
+
+
+def test_what_is_missing_on_a_nodes_own_disk_may_have_been_lost(tmp_path: Path) -> None:
+    ranks.spawn(train, 2, tmp_path, LOCAL, env=own_node)
+    for step in (2, 4):
+        shard_file(tmp_path, 1, step, "json").unlink()
+    with pytest.raises(RankError, match="no checkpoint is whole"):
+        ranks.spawn(begin, 2, tmp_path, LOCAL, env=own_node)

@@ -18,6 +18,7 @@ from sapwood.tiers.external import ExternalTier
 from tests.tiers.crash import (
     KINDS,
     NEW,
+    NEXT,
     OLD,
     WORLD,
     check,
@@ -158,6 +159,31 @@ def test_putting_again_killed_at_every_operation(kind: str, tmp_path: Path) -> N
     scene = Scene(kind, tmp_path, both)
     for _ in scene.killed(lambda tier, tell: put_all(tier, NEW)):
         check(scene.tier(), ranks_of(OLD) + ranks_of(NEW))
+
+
+def test_putting_again_after_what_is_referenced_was_dropped(tmp_path: Path) -> None:
+    scene = Scene("linked", tmp_path, lambda tier: (both(tier), tier.drop(OLD)))
+    assert list(scene.template.rglob("*.base-*"))
+    for _ in scene.killed(lambda tier, tell: put_all(tier, NEW)):
+        check(scene.tier(), ranks_of(NEW))
+
+
+def test_a_chain_of_references_killed_at_every_operation(tmp_path: Path) -> None:
+    scene = Scene("linked", tmp_path, both)
+
+    def work(tier: Tier, tell: Callable[[], None]) -> None:
+        put_all(tier, NEXT, lambda _: tell())
+        tier.drop(OLD)
+        tier.drop(NEW)
+
+    for told in scene.killed(work):
+        tier = scene.tier()
+        check(tier, ranks_of(NEXT)[:told] if told == WORLD else ranks_of(OLD) + ranks_of(NEW))
+        put_all(tier, NEXT)
+        tier.drop(OLD)
+        tier.drop(NEW)
+        assert check(tier, ranks_of(NEXT)) == ranks_of(NEXT)
+        is_clean(scene, NEXT)
 
 
 # -- drop ------------------------------------------------------------------------------------

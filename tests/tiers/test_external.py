@@ -413,3 +413,17 @@ def test_a_record_is_judged_by_what_it_says_and_not_by_its_spaces(folder: Path) 
     tier.put(*shard(7, 0, 2))
     tier.check(ID)
     assert np.array_equal(contract.read_all(tier, Stored(ID, 1)), shard(7, 1, 2)[1])
+
+
+def test_what_crashes_left_of_older_checkpoints_goes_with_the_next_drop(tmp_path: Path) -> None:
+    tier = ExternalTier(tmp_path)
+    for step in (4, 5):
+        tier.put(*shard(step, 0, 1))
+    rest, newer = tmp_path / "00000003-ffffff.partial", tmp_path / "00000006-ffffff.partial"
+    for home in (rest, newer):  # bytes whose record was never written
+        home.mkdir()
+        (home / "model.safetensors").write_bytes(b"x")
+    tier.drop(CheckpointId(4, ATTEMPT))
+    assert not rest.exists()
+    assert newer.exists()
+    assert [s.id.step for s in tier.shards()] == [5]

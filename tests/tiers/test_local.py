@@ -85,3 +85,17 @@ def test_a_place_that_cannot_be_written_is_an_error_to_try_again(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError, match="cannot write"):
         LocalTier(tmp_path / "file" / "x").put(*shard(1, 0, 1))
+
+
+def test_what_crashes_left_of_older_checkpoints_goes_with_the_next_drop(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "t")
+    for step in (4, 5):
+        tier.put(*shard(step, 0, 1))
+    rest, newer = tmp_path / "t" / "00000003-ffffff", tmp_path / "t" / "00000006-ffffff"
+    for home in (rest, newer):  # a data file whose record was never written
+        home.mkdir()
+        (home / "shard-0.bin").write_bytes(b"x")
+    tier.drop(CheckpointId(4, ATTEMPT))
+    assert not rest.exists()
+    assert newer.exists()
+    assert [s.id.step for s in tier.shards()] == [5]

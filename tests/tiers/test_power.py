@@ -20,6 +20,7 @@ from sapwood.tiers.record import CheckpointId
 from tests.tiers.crash import (
     KINDS,
     NEW,
+    NEXT,
     OLD,
     WORLD,
     check,
@@ -135,16 +136,28 @@ def test_a_whole_life(kind: str, tmp_path: Path) -> None:
     assert Cuts(life, tmp_path).everywhere() > 50
 
 
+def test_references_are_taken_and_every_cut_of_a_chain_of_them_is_sound(tmp_path: Path) -> None:
+    life = Life("linked", tmp_path)
+    for id in (OLD, NEW, NEXT):
+        life.put(id)
+    life.drop(OLD)
+    life.drop(NEW)
+    assert sum(op == "link" for op, _ in life.log) == 2 * WORLD
+    Cuts(life, tmp_path).everywhere()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_two_ranks_at_once(kind: str, tmp_path: Path, seed: int) -> None:
     life = Life(kind, tmp_path)
+    if kind == "linked":
+        life.put(OLD)
     turns = Turns(WORLD, seed)
 
     def put(stored: Stored) -> None:
         turns.begin(stored.rank)
         try:
             tier = life.engine()
-            tier.put(*given(NEW, stored.rank))
+            tier.put(*given(NEW, stored.rank, tier))
             life.promise(stored)
         finally:
             turns.end()

@@ -30,14 +30,13 @@ from sapwood.runtime.settings import UNSET, resolve
 from sapwood.state.apply import apply
 from sapwood.state.extras import Extras, Stateful
 from sapwood.tiers.make import make_tiers
-from sapwood.tiers.spec import TierSpec
+from sapwood.tiers.spec import SHARED, TierSpec
 
 __all__ = ["Checkpointer"]
 
 log = logging.getLogger(__name__)
 # How much a node's disk must hold for tiers="auto": weights and two states of Adam, four times.
 _OPTIMIZER_STATES, _LOCAL_CHECKPOINTS = 3, 4
-_SHARED = ("external", "s3")
 
 
 class Checkpointer:
@@ -153,7 +152,7 @@ class Checkpointer:
         return {
             tier.name: Pruner(tier, policy, lambda id, name: self._engine.drop(id, (name,)))
             for tier in make_tiers(self.specs, self._nodes)
-            if tier.name != "memory" and (tier.name not in _SHARED or self._run.group.rank == 0)
+            if tier.name != "memory" and (tier.name not in SHARED or self._run.group.rank == 0)
         }
 
     def save(self, metrics: Mapping[str, float] | None = None) -> SaveReport:

@@ -55,9 +55,14 @@ class Commit:
             self._watch(id, tier)
 
     def close(self, timeout: float) -> None:
-        """Wait for what is still counted, at most ``timeout`` seconds, and end the thread."""
+        """Wait for what is still counted, at most ``timeout`` seconds, and end the thread.
+
+        In a group that failed nobody counts any more, and nothing is waited for.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting, timeout)
+            self._changed.wait_for(
+                lambda: not self._waiting, 0.0 if self._group.failed else timeout
+            )
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:

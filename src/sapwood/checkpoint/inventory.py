@@ -51,6 +51,8 @@ class Inventory:
     """Newest first; of two attempts at a step, the later one."""
     notes: tuple[str, ...]
     """What could not be looked at, and why."""
+    damaged: tuple[int, ...] = ()
+    """Steps that are there, but with a tier none of whose records of it can be read."""
 
     def find(self, step: int | None) -> list[Candidate]:
         """Those of a step, or all."""
@@ -59,13 +61,14 @@ class Inventory:
 
 def take_inventory(group: Group, tiers: Sequence[Tier]) -> Inventory:
     """Look into all tiers, on all ranks, and put together what each of them found."""
-    rows, notes = _look(tiers)
-    texts = group.gather_text("checkpoints", json.dumps([rows, notes]))
+    texts = group.gather_text("checkpoints", json.dumps(_look(tiers)))
     found: dict[CheckpointId, Candidate] = {}
     told: dict[str, None] = {}
+    damaged: set[int] = set()
     for reader, text in enumerate(texts):
-        theirs, their_notes = json.loads(text)
+        theirs, their_notes, their_damaged = json.loads(text)
         told.update(dict.fromkeys(their_notes))
+        damaged.update(their_damaged)
         for order, step, attempt, world, created, shards in theirs:
             id = CheckpointId(step, attempt)
             candidate = found.setdefault(id, Candidate(id, world, created))
@@ -75,15 +78,17 @@ def take_inventory(group: Group, tiers: Sequence[Tier]) -> Inventory:
         for places in candidate.places.values():
             places.sort(key=lambda p: (p.order, p.reader))
     newest = sorted(found.values(), key=lambda c: (c.id.step, c.created), reverse=True)
-    return Inventory(tuple(newest), tuple(told))
+    return Inventory(tuple(newest), tuple(told), tuple(sorted(damaged)))
 
 
 Row = tuple[int, int, str, int, float, list[int]]
 
 
-def _look(tiers: Sequence[Tier]) -> tuple[list[Row], list[str]]:
+def _look(tiers: Sequence[Tier]) -> tuple[list[Row], list[str], list[int]]:
+    """What is in the tiers, what cannot be read and why, and the steps of that."""
     rows: list[Row] = []
-    notes = []
+    notes: list[str] = []
+    damaged: list[int] = []
     for order, tier in enumerate(tiers):
         try:
             stored = tier.shards()
@@ -95,9 +100,10 @@ def _look(tiers: Sequence[Tier]) -> tuple[list[Row], list[str]]:
                 world, created = _world_of(tier, id, ranks)
             except (CheckpointError, TierError) as error:
                 notes.append(f"{tier.name}, checkpoint {id}: {error}")
+                damaged.append(id.step)
                 continue
             rows.append((order, id.step, id.attempt, world, created, ranks))
-    return rows, notes
+    return rows, notes, damaged
 
 
 def _by_id(stored: Iterable[Stored]) -> dict[CheckpointId, list[int]]:

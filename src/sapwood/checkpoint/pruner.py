@@ -19,12 +19,11 @@ from sapwood.errors import SapwoodError
 from sapwood.tiers.base import Stored, Tier
 from sapwood.tiers.leftovers import QUIET_SECONDS, Clearable, Stale
 from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.spec import SHARED
 
 __all__ = ["Pruner"]
 
 log = logging.getLogger(__name__)
-_SHARED = ("external", "s3")
-"""Tiers in which all shards of a checkpoint can be seen."""
 
 
 class Pruner:
@@ -90,7 +89,7 @@ class Pruner:
         try:
             with closing(self._tier.open(Stored(id, ranks[0]))) as shard:
                 record = shard.record
-                if self._tier.name in _SHARED and len(ranks) < record.world:
+                if self._tier.name in SHARED and len(ranks) < record.world:
                     return None
                 metrics = record.extras.get("metrics", {})
                 return Saved(id=id, created=record.created, metrics=metrics)

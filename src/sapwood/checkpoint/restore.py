@@ -22,6 +22,7 @@ from sapwood.runtime.group import Group
 from sapwood.state.apply import GivenState
 from sapwood.tiers.base import Stored, StoredShard, Tier, read_range
 from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.spec import SHARED
 
 __all__ = ["Loaded", "Restored", "load_newest"]
 
@@ -76,17 +77,27 @@ def load_newest(
         loaded = _Attempt(group, tiers, candidate, files, skipped).load()
         if loaded is not None:
             return loaded
-    _complain(inventory, step, skipped)
+    _complain(inventory, tiers, step, skipped)
     return None
 
 
-def _complain(inventory: Inventory, step: int | None, skipped: list[str]) -> None:
-    if inventory.find(step) or (step is not None and inventory.candidates):
+def _complain(
+    inventory: Inventory, tiers: Sequence[Tier], step: int | None, skipped: list[str]
+) -> None:
+    # To begin anew where something was is the user's decision, not ours; where a first save was
+    # interrupted, nothing was.
+    lost = [c for c in inventory.find(step) if not _never_whole(c, tiers)]
+    if lost or inventory.damaged or (step is not None and inventory.candidates):
         what = "no checkpoint is whole" if step is None else f"step {step} cannot be restored"
-        known = sorted({c.id.step for c in inventory.candidates})
+        known = sorted({c.id.step for c in inventory.candidates} | set(inventory.damaged))
         raise CheckpointError(f"{what} (steps found: {known}): " + "; ".join(skipped or ["none"]))
     for note in skipped:
         log.warning("while looking for checkpoints: %s", note)
+
+
+def _never_whole(candidate: Candidate, tiers: Sequence[Tier]) -> bool:
+    """Whether it lacks shards that would be seen, had they ever been safe anywhere."""
+    return bool(candidate.missing) and {tier.name for tier in tiers} <= {"memory", *SHARED}
 
 
 @dataclass

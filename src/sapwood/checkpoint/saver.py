@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sapwood.checkpoint.agreement import Agreement
 from sapwood.checkpoint.auto import Pace
 from sapwood.checkpoint.capture import OWNER, Capture, make_capture
 from sapwood.checkpoint.engine import Engine, Job
@@ -54,6 +55,7 @@ class Saver:
         stretches = settings.mode == "auto"
         key = f"ckpt/{attempt}/due"
         self._schedule = Schedule(run.group, settings.every, key, stretches=stretches)
+        self._agreement = Agreement(run.group, attempt)
         self.pace = Pace(settings, speaks=run.group.rank == 0)
         self._worker = Worker("sapwood-capture")
         self._capture: Capture | None = None
@@ -249,6 +251,7 @@ class Saver:
         job: Job | None = None
         if capture.error is None:
             try:
+                self._agreement.check(plan, step)
                 job = self._job(capture, step, plan)
             except Exception as error:
                 self._failure = self._failure or error

@@ -271,6 +271,11 @@ class Group:
         self.board.post(message, own=False)
         return self._conclude(message)
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has seen the group fail: the others do nothing for it any more."""
+        return self._verdict is not None
+
     def _conclude(self, message: str, rank: int | None = None) -> PeerFailed:
         """Settle on one verdict: whatever breaks after the first failure has the same reason."""
         if self._verdict is None:

@@ -27,7 +27,7 @@ from sapwood.tiers.assembly import AssembledShard, check_published, write_pieces
 from sapwood.tiers.base import Stored
 from sapwood.tiers.files import Files
 from sapwood.tiers.leftovers import Stale, clock_of
-from sapwood.tiers.local import entries_in, ranks_in, record_name
+from sapwood.tiers.local import entries_in, older_rests, ranks_in, record_name
 from sapwood.tiers.manifest import MANIFEST, Manifest, check_agreement, join
 from sapwood.tiers.record import CheckpointId, ShardRecord
 
@@ -199,11 +199,14 @@ class ExternalTier:
     def drop(self, id: CheckpointId) -> None:
         """Take the checkpoint's name away first: a crash on the way leaves none that seems whole.
 
-        Engines of several nodes may drop it at once.
+        What crashes have left of older checkpoints goes as well. Engines of several nodes may drop
+        it at once.
         """
 
         def work() -> None:
             self._sweep()
+            for rest in older_rests(self.folder, id, PARTIAL):
+                self._discard(rest)
             self._discard(self._partial(id))
             self._discard(self._final(id))
 

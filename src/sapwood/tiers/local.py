@@ -19,7 +19,7 @@ from sapwood.tiers.leftovers import Stale, clear_folder, clock_of, is_draft
 from sapwood.tiers.record import CheckpointId, ShardRecord
 from sapwood.tiers.shardfile import open_shard
 
-__all__ = ["LocalTier", "ranks_in", "record_name"]
+__all__ = ["LocalTier", "entries_in", "older_rests", "ranks_in", "record_name"]
 
 _RECORD = re.compile(r"shard-(\d+)\.json")
 _DATA = re.compile(r"shard-(\d+)(?:\.base-\d+)?\.(?:bin|index)")
@@ -67,9 +67,14 @@ class LocalTier:
         return open_shard(self.folder / stored.id.folder, stored.rank)
 
     def drop(self, id: CheckpointId) -> None:
-        """Take the records away first: a crash on the way leaves no shard that seems whole."""
+        """Take the records away first: a crash on the way leaves no shard that seems whole.
+
+        What crashes have left of older checkpoints goes as well.
+        """
         home = self.folder / id.folder
         try:
+            for rest in older_rests(self.folder, id):
+                self._files.remove_tree(rest)
             for rank in ranks_in(home):
                 self._files.remove(home / record_name(rank))
             with suppress(FileNotFoundError):
@@ -117,6 +122,20 @@ def entries_in(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise TierError(f"cannot list {folder}: {error.strerror or error}") from error
+
+
+def older_rests(folder: Path, id: CheckpointId, suffix: str = "") -> list[Path]:
+    """Folders of checkpoints before ``id`` that have no record: what their writers left, dying.
+
+    Nobody writes there any more: a checkpoint is dropped when a newer one is whole, and every
+    writer goes from older ones to newer ones.
+    """
+    found = []
+    for home in entries_in(folder):
+        other = CheckpointId.parse(home.name.removesuffix(suffix))
+        if other is not None and other.step < id.step and not ranks_in(home):
+            found.append(home)
+    return found
 
 
 def record_name(rank: int) -> str:

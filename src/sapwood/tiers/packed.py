@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
-from sapwood.tiers.base import read_range
+from sapwood.tiers.base import read_range, verify
 from sapwood.tiers.files import Files, FileWriter, draft_of
 from sapwood.tiers.local import LocalTier, record_name
 from sapwood.tiers.record import Range, ShardRecord
@@ -51,6 +51,9 @@ class PackedTier(LocalTier):
         draft = draft_of(home / f"shard-{record.rank}.bin", "put")
         try:
             self._files.make_folder(home)
+            if self._has(record, home):
+                self._files.sync_folder(home)
+                return
             places = self._reference(record, home)
             with self._files.create(draft) as writer:
                 places |= self._write(record, memoryview(data).cast("B"), places, writer)
@@ -64,6 +67,24 @@ class PackedTier(LocalTier):
             with suppress(OSError):
                 draft.unlink()
             raise TierError(f"cannot write {home}: {error.strerror or error}") from error
+
+    def _has(self, record: ShardRecord, home: Path) -> bool:
+        """Whether this very shard is there already; what else is under its name gives way.
+
+        Writing it again would put other files in place of those its index speaks of, and a crash
+        in between leave none that fit: the last checkpoint, and so what is referenced, may be
+        another one by now.
+        """
+        path = home / record_name(record.rank)
+        if not path.exists():
+            return False
+        if path.read_bytes() == record.encode():
+            with suppress(CheckpointError), closing(PackedShard(home, record.rank)) as shard:
+                verify(shard)
+                return True
+        self._files.remove(path)
+        self._files.sync_folder(home)
+        return False
 
     # -- writing -----------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from sapwood.errors import ConfigError
 
-__all__ = ["NodeMap", "TierSpec"]
+__all__ = ["SHARED", "NodeMap", "TierSpec"]
 
 _KINDS = ("memory", "local", "partner", "parity", "external", "s3")
+SHARED = ("external", "s3")
+"""Tiers in which every node sees the shards of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
