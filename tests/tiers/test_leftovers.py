@@ -46,8 +46,8 @@ def test_killed_at_every_operation_leaves_nothing_for_good(tmp_path: Path, kind:
         folder = tmp_path / str(at)
         tier = tier_in(kind, folder)
         put_all(tier, OLD)
-        tier.put(*given(NEW, 0))
-        killed, _ = dies(lambda _, tier=tier: tier.put(*given(NEW, 1)), at, folder)
+        tier.put(*given(NEW, 0, tier))
+        killed, _ = dies(lambda _, tier=tier: tier.put(*given(NEW, 1, tier)), at, folder)
         before = list(tier.shards())
         assert isinstance(tier, Clearable)
         assert tier.clear(STALE) == []  # whoever wrote it may still be at it
