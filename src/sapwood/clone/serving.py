@@ -1,0 +1,372 @@
+"""One fork, as one donor sees it: from the announcement until the clones are ready, or given up.
+
+Nothing here may harm the training: what goes wrong ends the fork, is logged, and lets every update
+go on. Joining happens on a thread of its own; the training's thread only looks at what is new when
+a step ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sapwood.clone.filed import remove_state, write_state
+from sapwood.clone.manifest import Manifest, versions
+from sapwood.clone.plan import Key
+from sapwood.clone.sender import Sender
+from sapwood.clone.session import Session
+from sapwood.clone.settings import CloneSettings
+from sapwood.errors import CloneError, SapwoodError
+from sapwood.events import Hold, TensorUpdated
+from sapwood.runtime import faults
+from sapwood.runtime.handle import RunHandle
+from sapwood.state.contents import Contents, collect
+from sapwood.state.extras import Extras
+from sapwood.tiers.digest import DEFAULT_ALGORITHM
+from sapwood.transport.base import Ends, Link
+from sapwood.transport.choose import open_link
+
+__all__ = ["ForkReport", "Serving"]
+
+log = logging.getLogger(__name__)
+OWNER = "clone"
+
+
+@dataclass(slots=True, kw_only=True)
+class ForkReport:
+    """What one fork cost this donor."""
+
+    session: str
+    clones: int
+    approach: str
+    step: int = 0
+    """The step whose state was sent; 0 while it is not known."""
+    nbytes: int = 0
+    send_seconds: float = 0.0
+    """From the first message to the last."""
+    waited_seconds: float = 0.0
+    """What updates waited for it."""
+    failure: str = ""
+    done: bool = False
+    """All clones have begun."""
+
+
+class Serving:
+    """A donor's part in one fork."""
+
+    def __init__(
+        self,
+        run: RunHandle,
+        settings: CloneSettings,
+        session: Session,
+        hosts: tuple[str, ...],
+        asked: Mapping[str, Any],
+        extras: Extras,
+    ) -> None:
+        """``asked`` is what the clones said: their number, hosts, and wishes."""
+        self._run, self._settings, self._session = run, settings, session
+        self._extras = extras
+        self._asked = asked
+        self._hosts = (*hosts, *asked["hosts"])
+        self._clones = len(asked["hosts"])
+        self.report = ForkReport(
+            session=session.name[:8], clones=self._clones, approach=str(asked["approach"])
+        )
+        self._contents: Contents | None = None
+        self._looked = threading.Event()
+        self._link: Link | None = None
+        self._sender: Sender | None = None
+        self._waiting: dict[int, set[str]] = {}
+        self._holds: dict[int, list[Hold]] = {}
+        self._buckets_of: dict[str, int] = {}
+        self._budget = settings.patience
+        self._open = False
+        self._fire: int | None = None
+        self._may_fire = False
+        self._sent = threading.Event()
+        self._lock = threading.Lock()
+        self.over = threading.Event()
+        """Nothing more is done for this fork."""
+        self._thread = threading.Thread(target=self._serve, name="sapwood-clone", daemon=True)
+        self._thread.start()
+
+    # -- on the training's thread ------------------------------------------------------------
+
+    def step_ended(self, step: int) -> None:
+        """Look at what is new, between two steps."""
+        if self.over.is_set():
+            return
+        try:
+            self._step_ended(step)
+        except SapwoodError as error:
+            self.fail(str(error))
+
+    def _step_ended(self, step: int) -> None:
+        if self._contents is None:
+            run = self._run
+            holders = tuple(range(run.group.world))
+            self._contents = collect(run.model, run.optimizer, lambda name: holders)
+            self._looked.set()
+        elif self._fire == step:
+            self._end(step)
+        elif self._open and self._fire is None:
+            self._settle_on(step)
+
+    def _settle_on(self, step: int) -> None:
+        """Rank 0 says two steps ahead which one is sent: by then all have heard it."""
+        if self._run.group.rank == 0:
+            if self._may_fire:
+                self._fire = step + 2
+                self._session.say("fire", self._fire)
+        else:
+            self._fire = self._session.heard("fire")
+        if self._fire is not None:
+            self.report.step = self._fire
+
+    def updated(self, event: TensorUpdated) -> None:
+        """A bucket of the step has its values."""
+        sender = self._sender
+        if event.step != self._fire or sender is None or self.over.is_set():
+            return
+        hold = event.hold(OWNER)
+        numbers = {self._buckets_of[name] for name in event.names}
+        if len(numbers) > 1:
+            hold.release()  # buckets were laid out anew: these wait for the step's end
+            return
+        number = numbers.pop()
+        hold.assist = lambda: self._hurry(number)
+        with self._lock:
+            self._waiting[number] -= set(event.names)
+            self._holds[number].append(hold)
+            complete = not self._waiting[number]
+        if complete and self.report.approach == "deepclone":
+            self._launch(number, event)
+
+    def _launch(self, number: int, event: TensorUpdated | None) -> None:
+        assert self._sender is not None
+        faults.point("clone.send", bucket=number)
+        hold = _Joint(self._holds[number])
+        marker = None if event is None else event.marker
+        self._waiting.pop(number)
+        self._sender.ready(number, hold, marker)  # type: ignore[arg-type]
+
+    def _end(self, step: int) -> None:
+        assert self._contents is not None
+        if not self._contents.current():
+            raise CloneError("the model's tensors were replaced during the step; try again")
+        groups = self._run.optimizer.param_groups
+        extras = self._extras.take(step, groups, self._contents.plain)()
+        self._session.say(f"extras/{self._run.group.rank}", extras)
+        if self.report.approach == "file":
+            if self._run.group.rank == 0:
+                path = write_state(self._run.folder, self._session.name, self._contents)
+                self._session.say("file", str(path))
+            self._sent.set()
+            return
+        assert self._sender is not None
+        for number in list(self._waiting):
+            if not self._waiting[number] and self._holds[number]:
+                self._launch(number, None)
+            else:
+                # Not updated in this step: nothing keeps these from changing in the next.
+                self._waiting.pop(number)
+                self._sender.copy_aside(number)
+        self._sender.complete()
+        self._sent.set()
+        if self.report.approach == "p2p":
+            self._sender.finished.wait(self._settings.send_timeout)
+
+    def _hurry(self, number: int) -> None:
+        """An update waits; it never waits longer than the patience that is left."""
+        sender = self._sender
+        if sender is None:
+            return
+        start = time.monotonic()
+        copies = self._settings.late == "copy"
+        goes_on = sender.hurry(number, max(self._budget, 0.0), copies=copies)
+        waited = time.monotonic() - start
+        self._budget -= waited
+        self.report.waited_seconds += waited
+        if not goes_on:
+            self.fail(
+                f"the clones took more than {self._settings.patience:g} s to receive what the next "
+                "step must change"
+            )
+        for hold in self._holds[number]:
+            hold.release()
+
+    # -- on a thread of its own --------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            self._join()
+            self._follow()
+        except SapwoodError as error:
+            self.fail(str(error))
+        except Exception as error:
+            log.exception("unforeseen, while serving a fork")
+            self.fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._close()
+
+    def _join(self) -> None:
+        session, timeout = self._session, self._settings.join_timeout
+        # A run that pauses, for an evaluation, is not one that ended.
+        while not self._looked.wait(0.1):
+            session.check()
+            if self.over.is_set():
+                raise CloneError("the run has ended")
+        if self._run.group.rank == 0:
+            session.say("manifest", self._manifest().encode())
+        text = session.until(lambda: session.heard("manifest"), "waiting for rank 0", timeout)
+        manifest = Manifest.decode(text)
+        plan = manifest.plan()
+        session.until(
+            lambda: session.counted("agreed") >= self._clones, "waiting for the clones", timeout
+        )
+        if manifest.approach != "file":
+            self._open_link(manifest)
+            assert self._link is not None
+            assert self._contents is not None
+            mine = plan.sent_by(self._run.group.rank)
+            self.report.nbytes = sum(m.nbytes for m in mine)
+            self._sender = Sender(
+                self._link,
+                mine,
+                self._contents,
+                first_clone=manifest.donors,
+                timeout=self._settings.send_timeout,
+                algorithm=manifest.algorithm,
+                on_failure=self.fail,
+            )
+        self._expect(manifest)
+        session.count("opened")
+        self._open = True
+        if self._run.group.rank == 0:
+            session.until(
+                lambda: session.counted("posted") >= self._clones
+                and session.counted("opened") >= manifest.donors,
+                "waiting for the clones to post their receives",
+                timeout,
+            )
+            self._may_fire = True
+
+    def _open_link(self, manifest: Manifest) -> None:
+        ends = Ends(
+            me=self._run.group.rank,
+            donors=manifest.donors,
+            hosts=manifest.hosts,
+            timeout=self._settings.join_timeout,
+        )
+        self._link = open_link(manifest.transport, self._session.raw, ends)
+
+    def _expect(self, manifest: Manifest) -> None:
+        """Which parameters each bucket of the manifest waits for."""
+        assert self._contents is not None
+        keys = [entry.key for entry in self._contents.catalog.entries]
+        owner = {key: name for name, ks in self._contents.by_parameter.items() for key in ks}
+        for number, bucket in enumerate(manifest.buckets):
+            names = {owner[keys[n]] for n in bucket if keys[n] in owner}
+            self._waiting[number] = names
+            self._holds[number] = []
+            self._buckets_of.update(dict.fromkeys(names, number))
+
+    def _manifest(self) -> Manifest:
+        assert self._contents is not None
+        catalog = self._contents.catalog
+        place = {entry.key: n for n, entry in enumerate(catalog.entries)}
+        buckets = [
+            tuple(place[key] for key in bucket) for bucket in _buckets(self._run, self._contents)
+        ]
+        manifest = Manifest(
+            run=self._run.id,
+            session=self._session.name,
+            donors=self._run.group.world,
+            clones=self._clones,
+            hosts=self._hosts,
+            approach=self.report.approach,
+            transport=str(self._asked["transport"]),
+            algorithm=DEFAULT_ALGORITHM,
+            versions=versions(),
+            catalog=tuple(catalog.to_json()),
+            buckets=tuple(buckets),
+        )
+        return replace(manifest, digest=manifest.plan().digest)
+
+    def _follow(self) -> None:
+        """Wait until all is sent, give the checksums, and see the clones begin."""
+        session = self._session
+        while not self._sent.wait(0.05):
+            session.check()
+            if self.over.is_set():
+                return
+        sender = self._sender
+        if sender is not None:
+            while not sender.finished.wait(0.02):
+                if sender.failed or self.over.is_set():
+                    return
+            session.say(f"digests/{self._run.group.rank}", sender.digests)
+            self.report.send_seconds = sender.seconds
+        timeout = self._settings.join_timeout
+        session.until(lambda: session.heard("ready"), "waiting for the clones to begin", timeout)
+        self.report.done = True
+        log.info("%d clones go their own way from step %d", self._clones, self.report.step)
+
+    def fail(self, why: str) -> None:
+        """End the fork; the training goes on."""
+        if self.over.is_set():
+            return
+        self.report.failure = self.report.failure or why
+        log.warning("a fork failed, this run goes on: %s", why)
+        self._session.fail(why)
+        self.stop()
+
+    def stop(self) -> None:
+        """Let everybody go."""
+        self.over.set()
+        self._looked.set()
+        self._sent.set()
+        if self._sender is not None:
+            self._sender.stop()
+        for holds in list(self._holds.values()):
+            for hold in holds:
+                hold.release()
+        if self._link is not None:
+            self._link.close()
+
+    def _close(self) -> None:
+        self.stop()
+        if self._sender is not None:
+            self._sender.join(5.0)
+        if self._run.group.rank == 0 and self.report.approach == "file":
+            remove_state(self._run.folder, self._session.name)
+        self._session.close()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread."""
+        self._thread.join(timeout)
+
+
+class _Joint:
+    """Several holds as one."""
+
+    def __init__(self, holds: list[Hold]) -> None:
+        self._holds = holds
+
+    def release(self) -> None:
+        for hold in self._holds:
+            hold.release()
+
+
+def _buckets(run: RunHandle, contents: Contents) -> list[list[Key]]:
+    """Keys by bucket, in the order of updates; what belongs to no bucket comes last."""
+    buckets = [
+        [key for name in names for key in contents.by_parameter[name]] for names in run.buckets
+    ]
+    known = {key for bucket in buckets for key in bucket}
+    rest = [key for key in contents.tensors if key not in known]
+    return [bucket for bucket in [*buckets, rest] if bucket]
