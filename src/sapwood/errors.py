@@ -14,7 +14,7 @@
     ├── CheckpointError        a checkpoint is missing, damaged, or of another model
     ├── TierError              a place for checkpoints cannot be written or read now
     ├── TransportError         bytes could not be moved: the other side is gone, late or unreachable
-    ├── DataError              a database is damaged, of an unknown kind, or changed while it was read
+    ├── DataError              a database is damaged, of an unknown kind, or changed meanwhile
     ├── CloneError             a fork was refused or failed; the running job goes on
     └── RankError              a rank of ``sapwood.testing`` failed; carries its traceback
 

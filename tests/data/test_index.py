@@ -98,7 +98,7 @@ def test_several_values_of_a_key(tmp_path: Path, values: int, size: int | None) 
         with env.begin(write=True, db=db) as txn:
             for key in (b"a", b"bb", b"ccc", b"dddd", b"e" * 31):
                 for _ in range(chance.randrange(values, values + 3)):
-                    txn.put(key, chance.randbytes(size or chance.randrange(300)))
+                    txn.put(key, chance.randbytes(size or chance.randrange(1, 300)))
             txn.put(b"single", b"s" * (size or 7))
     assert same(path, b"d") >= 6 or values < 3
     with environment(path) as env:
@@ -165,7 +165,9 @@ def test_any_history(actions: list[tuple], seed: int, page_size: int) -> None:
                             txn.delete(key)
                         elif name in (b"dups", b"fixed"):
                             for _ in range(size % 50):
-                                txn.put(key, chance.randbytes(6 if name == b"fixed" else size % 90))
+                                txn.put(
+                                    key, chance.randbytes(6 if name == b"fixed" else 1 + size % 90)
+                                )
                         else:
                             txn.put(key, chance.randbytes(size))
         for name in (None, *list_databases(path)):

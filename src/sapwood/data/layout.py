@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sapwood.errors import DataError
 
-__all__ = ["EMPTY", "Database", "Meta", "page_size_of", "read_database", "read_meta"]
+__all__ = ["EMPTY", "Database", "Meta", "latest", "page_size_of", "read_database", "read_meta"]
 
 MAGIC, VERSION = 0xBEEFC0DE, 1
 EMPTY = 2**64 - 1
@@ -138,3 +138,19 @@ def read_meta(raw: bytes, number: int, page_size: int) -> Meta:
         free=read_database(free),
         main=read_database(main),
     )
+
+
+def latest(first: Meta, second: Meta) -> Meta:
+    """The meta page that counts: transactions write the two in turn.
+
+    Raises:
+        DataError: their transactions do not follow each other.
+    """
+    even, odd = first.txnid, second.txnid
+    fresh = even == odd == 0
+    if not fresh and (even % 2 != 0 or odd % 2 != 1 or abs(even - odd) != 1):
+        raise DataError(
+            "pages 0 and 1: expected an even and an odd transaction that follow each other, found "
+            f"{even} and {odd}; one is damaged"
+        )
+    return first if even >= odd else second

@@ -82,7 +82,11 @@ def scan_leaves(
         number = np.minimum(number, 2**47).astype(np.int64)
         offset[big] = number * page_size + HEADER
     found = Found(
-        slot=slot, key=nodes.key + move, key_size=nodes.key_size, offset=offset, size=nodes.size,
+        slot=slot,
+        key=nodes.key + move,
+        key_size=nodes.key_size,
+        offset=offset,
+        size=nodes.size,
         big=big,
     )
     plain = np.flatnonzero((nodes.flags & (SUB | DUP)) == 0)
@@ -93,9 +97,7 @@ def scan_leaves(
     return parts, _trees(pages, nodes, found)
 
 
-def _scan_subpages(
-    pages: Pages, nodes: Nodes, found: Found, chosen: Ints, page_size: int
-) -> Found:
+def _scan_subpages(pages: Pages, nodes: Nodes, found: Found, chosen: Ints, page_size: int) -> Found:
     """The values of keys that have few enough to lie in the leaf itself."""
     inner = Pages(
         flat=pages.flat,

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sapwood.data.layout import META_BYTES, Meta, page_size_of, read_meta
+from sapwood.data.layout import META_BYTES, Meta, latest, page_size_of, read_meta
 from sapwood.data.pages import Pages
 from sapwood.errors import DataError
 
@@ -62,7 +62,7 @@ class PageFile:
         page_size = page_size_of(first)
         second = os.pread(self.fd, META_BYTES, page_size)
         metas = [read_meta(first, 0, page_size), read_meta(second, 1, page_size)]
-        meta = max(metas, key=lambda one: one.txnid)
+        meta = latest(metas[0], metas[1])
         found = Fingerprint(
             size=facts.st_size,
             mtime_ns=facts.st_mtime_ns,
@@ -115,10 +115,12 @@ class PageFile:
         rows = flat.reshape(-1, size)
         breaks = np.flatnonzero(np.diff(numbers) > _GAP) + 1
         starts, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(numbers)]
-        spans = [(int(numbers[a]), int(numbers[z - 1]) + 1) for a, z in zip(starts, ends)]
+        spans = [
+            (int(numbers[a]), int(numbers[z - 1]) + 1) for a, z in zip(starts, ends, strict=True)
+        ]
         for low, high in spans:  # all at once, so that the disk sees many requests
             os.posix_fadvise(self.fd, low * size, (high - low) * size, os.POSIX_FADV_WILLNEED)
-        for a, z, (low, high) in zip(starts, ends, spans):
+        for a, z, (low, high) in zip(starts, ends, spans, strict=True):
             raw = self.read(low * size, (high - low) * size)
             rows[a:z] = np.frombuffer(raw, np.uint8).reshape(-1, size)[numbers[a:z] - low]
         base = np.arange(len(numbers), dtype=np.int64) * size

@@ -102,7 +102,6 @@ class Pages:
         number = gather(self.flat, self.base, HEADER, "<u8")[:, 0].astype(np.uint64)
         _, _, _, _, pad, flags, lower, upper = raw.T
         self.require((lower > HEADER) & (lower % 2 == 0), "at least one node, and an even 'lower'")
-        self.require((lower <= upper) & (upper <= self.width), "'lower' <= 'upper' <= its size")
         return Headers(number=number, pad=pad, flags=flags, lower=lower, upper=upper)
 
     def tree_headers(self, *flags: int) -> Headers:
@@ -115,6 +114,8 @@ class Pages:
 
     def nodes(self, headers: Headers) -> Nodes:
         """All nodes; their headers lie inside of their pages."""
+        ok = (headers.lower <= headers.upper) & (headers.upper <= self.width)
+        self.require(ok, "'lower' <= 'upper' <= its size")
         counts = headers.counts
         row = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
         place = np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
