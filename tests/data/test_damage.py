@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sapwood.data import pagefile
+from sapwood.data.free import free_pages
 from sapwood.data.index import Index, build_index, list_databases
 from sapwood.errors import DataError
 from tests.data.databases import contents, environment, numbered, plain
@@ -193,6 +194,18 @@ def test_values_with_pages_of_their_own(good: Path, tmp_path: Path) -> None:
         assert len(build_index(bad)) == len(index)
         with pytest.raises(DataError, match=f"page {page}: expected"):
             build_index(bad, thorough=True)
+
+
+def test_a_value_in_a_free_page(good: Path, tmp_path: Path) -> None:
+    with pagefile.open_pages(good) as file:
+        free = free_pages(file)
+    index = build_index(good)
+    assert len(free)
+    small = int(index.overflow.nonzero()[0][0])
+    pointer = int(index.key_offsets[small] + index.key_lengths[small])
+    pairs = [n for n in free.tolist() if n + 1 in free] or [int(free[0])]
+    with pytest.raises(DataError, match=r"free pages|used once"):
+        build_index(changed(good, put("<Q", pointer, pairs[0]), tmp_path))
 
 
 def test_unreadable_paths(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.data.free import free_pages
 from sapwood.data.layout import DUPSORT, HEADER, OVERFLOW, Database
 from sapwood.data.leaves import Found
 from sapwood.data.pagefile import Fingerprint, PageFile, open_pages
@@ -51,13 +52,17 @@ class Index:
         """Which values have pages of their own; their page's header is right before them."""
         if self.flags & DUPSORT:
             return np.zeros(len(self), np.bool_)
-        return self.offsets % self.page_size == HEADER
+        found: NDArray[np.bool_] = self.offsets % self.page_size == HEADER
+        return found
 
 
 def build_index(
     path: str | os.PathLike[str], database: str | bytes | None = None, *, thorough: bool = False
 ) -> Index:
-    """Walk a database: its branch and leaf pages are read, and nothing else.
+    """Walk a database: its branch and leaf pages are read, and the list of free pages.
+
+    LMDB has no checksums. What its structure cannot tell goes unnoticed: a flipped bit inside of a
+    key or a value, or in the length of a value as long as that still needs the same pages.
 
     ``thorough`` also reads the header of every value that has pages of its own: it notices a leaf
     that leads to the wrong page, and costs one read for each such value.
@@ -70,7 +75,9 @@ def build_index(
     with open_pages(path) as file:
         try:
             wanted = file.meta.main if name is None else _find(file, name)
-            found, _ = Walk(file).records(wanted, names=name is None)
+            walk = Walk(file)
+            found, _ = walk.records(wanted, names=name is None)
+            walk.require_not_free(free_pages(file))
             index = _index(file, name, wanted, found)
             if thorough:
                 _check_headers(file, index)

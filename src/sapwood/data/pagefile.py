@@ -158,8 +158,9 @@ def open_pages(path: str | os.PathLike[str]) -> Iterator[PageFile]:
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be opened: {error}") from error
     try:
+        pages = PageFile(file, fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        yield PageFile(file, fd)
+        yield pages
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
     except OSError as error:

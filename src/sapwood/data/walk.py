@@ -39,6 +39,7 @@ class Walk:
         self._file = file
         self._claimed: list[Ints] = []
         self._count = 0
+        self._used = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def records(
         self, database: Database, *, names: bool = False
@@ -186,27 +187,46 @@ class Walk:
             raise DataError(f"expected {said} {what} pages, found {found}; a page is damaged")
 
     def _check_found(self, database: Database, found: Found, names: int) -> None:
-        """Counts must be right, and no two things may share a page."""
+        """No two things may share a page, and counts must be right."""
+        start, count = self._big_pages(found)
+        self._file.require_pages(start, count)
+        self._require_apart(start, count)
         if database.entries != len(found.slot) + names:
             raise DataError(
                 f"page {database.root}: expected {database.entries} records under it, found "
                 f"{len(found.slot) + names}"
             )
-        start, count = self._big_pages(found)
-        self._file.require_pages(start, count)
         if int(count.sum()) > database.overflows:
             raise DataError(
                 f"page {database.root}: expected at most {database.overflows} overflow pages, "
                 f"found {int(count.sum())}"
             )
+
+    def _require_apart(self, start: Ints, count: Ints) -> None:
         starts = np.concatenate([*self._claimed, start])
         ends = starts + 1
         ends[len(starts) - len(start) :] = start + count
         order = np.argsort(starts, kind="stable")
-        shared = np.flatnonzero(ends[order][:-1] > starts[order][1:])
+        starts, ends = starts[order], ends[order]
+        shared = np.flatnonzero(ends[:-1] > starts[1:])
         if len(shared):
-            page = int(starts[order][shared[0] + 1])
+            page = int(starts[shared[0] + 1])
             raise DataError(f"page {page}: expected it to be used once, and it is used twice")
+        self._used = starts, ends
+
+    def require_not_free(self, free: Ints) -> None:
+        """Raise if a page of the records that were found is on the (ordered) list of free ones.
+
+        Raises:
+            DataError: there is one.
+        """
+        starts, ends = self._used
+        wrong = np.flatnonzero(np.searchsorted(free, starts) != np.searchsorted(free, ends))
+        if len(wrong):
+            page = int(starts[wrong[0]])
+            raise DataError(
+                f"page {page}: expected it, which is in use, not to be on the list of free pages"
+            )
 
     def _big_pages(self, found: Found) -> tuple[Ints, Ints]:
         size = self._file.page_size
