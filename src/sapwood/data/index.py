@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,11 @@ class Index:
 
 
 def build_index(
-    path: str | os.PathLike[str], database: str | bytes | None = None, *, thorough: bool = False
+    path: str | os.PathLike[str],
+    database: str | bytes | None = None,
+    *,
+    thorough: bool = False,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Index:
     """Walk a database: its branch and leaf pages are read, and the list of free pages.
 
@@ -66,6 +71,7 @@ def build_index(
 
     ``thorough`` also reads the header of every value that has pages of its own: it notices a leaf
     that leads to the wrong page, and costs one read for each such value.
+    ``progress`` is called with bytes as they have been read.
 
     Raises:
         DataError: it is damaged, of an unknown kind, has no such database, or was changed
@@ -73,6 +79,7 @@ def build_index(
     """
     name = database.encode() if isinstance(database, str) else database
     with open_pages(path) as file:
+        file.progress = progress
         try:
             wanted = file.meta.main if name is None else _find(file, name)
             walk = Walk(file)

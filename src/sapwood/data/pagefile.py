@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,8 @@ class PageFile:
     def __init__(self, path: Path, fd: int) -> None:
         """Made by ``open_pages``."""
         self.path, self.fd = path, fd
+        self.progress: Callable[[int], None] = lambda nbytes: None
+        """Called with the bytes of pages that were read."""
         self.fingerprint, self.meta = self._look()
         self.size, self.page_size = self.fingerprint.size, self.fingerprint.page_size
         # The pages up to the last used one need not all have been written.
@@ -108,6 +110,7 @@ class PageFile:
         for first in range(0, len(order), BATCH_PAGES):
             places = order[first : first + BATCH_PAGES]
             yield places, self._read(numbers[places])
+            self.progress(len(places) * self.page_size)
 
     def _read(self, numbers: NDArray[np.int64]) -> Pages:
         size = self.page_size
