@@ -109,25 +109,23 @@ def test_other_kinds_of_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "form", "value", "says"),
     [
-        (14, "<Q", 0, "expected"),  # main: flags, depth are before; see below
-        (50, "<H", 0, "depth 0"),
-        (50, "<H", 33, "at most 32 levels, found 33"),
-        (50, "<H", 65535, "at most 32 levels"),
-        (52, "<Q", 77, "expected 77 branch pages"),
-        (60, "<Q", 2**63, "leaf pages"),
-        (68, "<Q", 1, "at most 1 overflow pages"),
-        (76, "<Q", 12, "expected 12 records"),
-        (84, "<Q", 2**62, "expected a root among the pages"),
-        (84, "<Q", 0, "page 0"),
-        (84, "<Q", 2**64 - 1, "none of them"),
+        (40, "<Q", 10**6, "a root among the pages"),
+        (6, "<H", 0, "depth 0"),
+        (6, "<H", 33, "at most 32 levels, found 33"),
+        (6, "<H", 65535, "at most 32 levels"),
+        (8, "<Q", 77, "expected 77 branch pages"),
+        (16, "<Q", 2**63, "leaf pages"),
+        (24, "<Q", 1, "at most 1 overflow pages"),
+        (32, "<Q", 12, "expected 12 records"),
+        (40, "<Q", 2**62, "expected a root among the pages"),
+        (40, "<Q", 0, "page 0"),
+        (40, "<Q", 2**64 - 1, "none of them"),
     ],
 )
 def test_the_main_database_in_the_meta_page(
     good: Path, tmp_path: Path, at: int, form: str, value: int, says: str
 ) -> None:
-    if at == 14:
-        at, form, value, says = 84, "<Q", 10**6, "a root among the pages"
-    start = meta_page(good) * PAGE + 16 + 24 + 4  # `at` counts from the free database's flags
+    start = meta_page(good) * PAGE + 16 + 24 + 48
     with pytest.raises(DataError, match=says):
         build_index(changed(good, put(form, start + at, value), tmp_path))
 

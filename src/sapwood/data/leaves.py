@@ -93,11 +93,11 @@ def scan_leaves(
     parts = [found if len(plain) == len(slot) else found.take(plain)]
     subpages = np.flatnonzero(nodes.flags == DUP)
     if len(subpages):
-        parts.append(_scan_subpages(pages, nodes, found, subpages, page_size))
+        parts.append(_scan_subpages(pages, nodes, found, subpages))
     return parts, _trees(pages, nodes, found)
 
 
-def _scan_subpages(pages: Pages, nodes: Nodes, found: Found, chosen: Ints, page_size: int) -> Found:
+def _scan_subpages(pages: Pages, nodes: Nodes, found: Found, chosen: Ints) -> Found:
     """The values of keys that have few enough to lie in the leaf itself."""
     inner = Pages(
         flat=pages.flat,
