@@ -82,9 +82,9 @@ def inspect(database: str, *, name: str | None = None, json: Json = False) -> No
 def verify(database: str, *, name: str | None = None) -> None:
     """Check every page that a record needs, and the kept index if there is one.
 
-    LMDB has no checksums: a flipped bit inside of a value cannot be noticed, nor one in its length
-    as long as it needs the same pages. Everything else is: the exit code is 1, and the message
-    says which page is damaged and what was expected there.
+    On damage the exit code is 1, and the message says which page it is and what was expected there.
+    LMDB has no checksums, so some damage cannot be noticed: above all a flipped bit inside of a key
+    or a value, and in a value's length as long as it needs the same pages.
 
     ```
     sapwood data verify train.mdb
