@@ -14,6 +14,7 @@
     ├── CheckpointError        a checkpoint is missing, damaged, or of another model
     ├── TierError              a place for checkpoints cannot be written or read now
     ├── TransportError         bytes could not be moved: the other side is gone, late or unreachable
+    ├── DataError              a database is damaged, of an unknown kind, or changed meanwhile
     ├── CloneError             a fork was refused or failed; the running job goes on
     └── RankError              a rank of ``sapwood.testing`` failed; carries its traceback
 
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointError",
     "CloneError",
     "ConfigError",
+    "DataError",
     "DeadlineError",
     "FenceTimeout",
     "LaunchError",
@@ -110,6 +112,10 @@ class RankError(SapwoodError, RuntimeError):
 
 class TransportError(SapwoodError, RuntimeError):
     """Bytes could not be moved: the other side is gone, late, or cannot be reached."""
+
+
+class DataError(SapwoodError, RuntimeError):
+    """A database is damaged, of an unknown kind, or was changed while it was read."""
 
 
 class CloneError(SapwoodError, RuntimeError):

@@ -12,7 +12,7 @@ from sapwood.cli.main import main
 from sapwood.errors import RunFolderError
 from tests.cli.helpers import environment, sapwood
 
-VERBS = ("run", "runs", "trace", "ckpt", "doctor", "demo")
+VERBS = ("run", "runs", "trace", "ckpt", "data", "doctor", "demo")
 
 
 @pytest.mark.parametrize(
