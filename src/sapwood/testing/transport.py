@@ -43,7 +43,7 @@ Work = Callable[..., Any]
 
 
 def check_moves_bytes(opener: Opener, donors: int, receivers: int, timeout: float = 60.0) -> None:
-    """Every size arrives bit for bit from each donor at each receiver, from unaligned memory too."""
+    """Every size arrives bit for bit from each donor at each receiver, unaligned ones too."""
     _both(opener, _give_sizes, _take_sizes, donors, receivers, timeout)
 
 
@@ -281,21 +281,28 @@ def _come_alone(meeting: _Meeting) -> None:
 
 
 def _stall(meeting: _Meeting) -> None:
-    """Be ready for a message that is never taken whole."""
+    """Take message after message, until something is done to this process."""
     link = meeting.open("stall")
-    link.recv(meeting.peers[0], 0, torch.zeros(1024, dtype=torch.uint8)).wait(_PATIENT)
-    ranks.mark("under way")
-    time.sleep(120)
+    data = torch.zeros(_BIG, dtype=torch.uint8)
+    for tag in range(10, 10_000):
+        link.recv(meeting.peers[0], tag, data).wait(_PATIENT)
+        if tag == 12:
+            ranks.mark("under way")
 
 
-def _begin_stalled(meeting: _Meeting) -> tuple[Link, Transfer, Transfer]:
-    link = meeting.open("stall")
-    peer = meeting.peers[0]
-    link.send(peer, 0, _content(0, 1024)).wait(_PATIENT)
-    sent = link.send(peer, 1, _content(1, _BIG))
-    got = link.recv(peer, 2, torch.zeros(_BIG, dtype=torch.uint8))
-    ranks.mark("under way")
-    return link, sent, got
+def _send_until_it_fails(meeting: _Meeting, link: Link, patience: float) -> None:
+    data = torch.zeros(_BIG, dtype=torch.uint8)
+    for tag in range(10, 10_000):
+        begun = time.monotonic()
+        try:
+            link.send(meeting.peers[0], tag, data).wait(patience)
+        except TransportError:
+            took = time.monotonic() - begun
+            assert took < min(patience + _PATIENT / 3, _PATIENT / 2), f"it took {took:.1f} s"
+            return
+        if tag == 12:
+            ranks.mark("under way")
+    raise AssertionError("messages succeeded though nobody took them")
 
 
 def _fails(act: Callable[[], object], within: float) -> None:
@@ -310,20 +317,22 @@ def _fails(act: Callable[[], object], within: float) -> None:
 
 
 def _survive(meeting: _Meeting) -> None:
-    link, sent, got = _begin_stalled(meeting)
-    _fails(lambda: sent.wait(_PATIENT), _PATIENT / 2)
-    _fails(lambda: got.wait(_PATIENT), _PATIENT / 2)
-    _fails(lambda: link.send(meeting.peers[0], 3, _content(1, _BIG)).wait(_PATIENT), _PATIENT / 2)
+    link = meeting.open("stall")
+    peer = meeting.peers[0]
+    never = link.recv(peer, 2, torch.zeros(_BIG, dtype=torch.uint8))
+    _send_until_it_fails(meeting, link, _PATIENT)
+    _fails(lambda: never.wait(_PATIENT), _PATIENT / 2)
+    _fails(lambda: link.send(peer, 3, _content(1, 1000)).wait(_PATIENT), _PATIENT / 2)
     _close_quickly(link)
     # Another try is alone by now, and must end as such a one does.
     _fails(lambda: meeting.open("again", timeout=0.5), _PATIENT / 3)
 
 
 def _give_up(meeting: _Meeting) -> None:
-    link, sent, got = _begin_stalled(meeting)
-    time.sleep(0.5)
-    _fails(lambda: got.wait(_SOON), _SOON + _PATIENT / 3)
-    _fails(lambda: sent.wait(_SOON), _SOON + _PATIENT / 3)
+    link = meeting.open("stall")
+    never = link.recv(meeting.peers[0], 2, torch.zeros(_BIG, dtype=torch.uint8))
+    _send_until_it_fails(meeting, link, _SOON)
+    _fails(lambda: never.wait(_SOON), _SOON + _PATIENT / 3)
     _close_quickly(link)
 
 

@@ -77,21 +77,23 @@ class Control:
             rest = dict.fromkeys(self._wires, b"")
             while True:
                 for key, _ in selector.select():
-                    peer: int = key.data
-                    if peer < 0:
+                    number: int = key.data
+                    if number < 0:
                         return
-                    rest[peer] = self._read(peer, rest[peer])
-                    if rest[peer] is None:
-                        selector.unregister(self._wires[peer])
-                        self.on_gone(peer)
+                    unread = self._read(number, rest[number])
+                    if unread is None:
+                        selector.unregister(self._wires[number])
+                        self.on_gone(number)
+                    else:
+                        rest[number] = unread
 
-    def _read(self, peer: int, rest: bytes) -> bytes:
+    def _read(self, peer: int, rest: bytes) -> bytes | None:
         try:
             more = self._wires[peer].recv(64 * _PACKET.size)
         except OSError:
             more = b""
         if not more:
-            return None  # type: ignore[return-value]
+            return None
         rest += more
         while len(rest) >= _PACKET.size:
             self.on_packet(peer, _PACKET.unpack(rest[: _PACKET.size]))

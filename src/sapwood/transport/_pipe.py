@@ -100,7 +100,7 @@ class Pipe:
             message.finish(self.broken)
             message.release()
         for store in (self._sends, self._receives, self._wanted, self._ready, self._packets):
-            store.clear()  # type: ignore[attr-defined]
+            store.clear()
         self._received = []
 
     def close(self) -> None:

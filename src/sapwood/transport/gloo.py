@@ -137,7 +137,7 @@ def open_gloo(store: Store, ends: Ends) -> GlooLink:
     device, address = _device(ends)
     addresses = exchange("gloo", store, ends, address, deadline)
     known = frozenset((str(host), int(port)) for host, port in addresses)
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=max(deadline.left, 0.05))
     options._devices = [device]
     options._threads = 1
