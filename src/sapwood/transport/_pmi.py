@@ -58,7 +58,7 @@ def managed() -> Iterator[None]:
     with ours:
         with theirs:
             child = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _SERVER, name], stdin=theirs, stdout=2
+                [sys.executable, "-I", "-S", "-c", _SERVER, name], stdin=theirs.fileno(), stdout=2
             )
         os.environ.update(zip(_VARIABLES, (str(ours.fileno()), "0", "1"), strict=True))
         try:

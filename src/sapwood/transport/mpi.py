@@ -52,8 +52,8 @@ class MpiLink:
         control.start()
 
     def send(self, peer: int, tag: int, data: Tensor) -> Message:
-        """Begin to send."""
-        return self._begin("Isend", peer, tag, data)
+        """Begin to send; done when it is matched, as this process may end without a word to MPI."""
+        return self._begin("Issend", peer, tag, data)
 
     def recv(self, peer: int, tag: int, data: Tensor) -> Message:
         """Begin to receive."""

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from tests.transport.openers import open_ordered, open_staged
+from tests.transport.suite import Suite
+
+
+class TestStaged(Suite):
+    opener = staticmethod(open_staged)
+
+
+class TestOrdered(Suite):
+    """The order that NCCL needs, on a group that can run anywhere."""
+
+    opener = staticmethod(open_ordered)
