@@ -21,7 +21,7 @@ def test_auto_is_memory_on_one_machine_and_gloo_between_two() -> None:
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="carrier.*gloo, memory, mpi, mooncake"):
+    with pytest.raises(ConfigError, match=r"carrier.*gloo, memory, mpi, mooncake"):
         open_link("carrier", HashStore(), ends("a", "a"))
 
 
