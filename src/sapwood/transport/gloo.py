@@ -2,7 +2,8 @@
 
 Connections are made when the group is: with gloo's lazy ones the first ``send`` to a peer would
 block its caller until that peer turns to us as well. gloo cannot abort a message, and a wait that
-expires closes only its own pair, so ``close`` shuts the group's connections down.
+expires closes only its own pair, so ``close`` shuts the group's connections down. gloo may also
+lose a send whose connection breaks while it is begun, and would never tell: control wires do.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from sapwood.errors import ConfigError, TransportError
 from sapwood.runtime.stores import PrefixStore, Store
 from sapwood.transport import _sockets
-from sapwood.transport._meet import Deadline, exchange, late, one_host
+from sapwood.transport._control import Control, meet
+from sapwood.transport._meet import Deadline, late, one_host
 from sapwood.transport.base import Ends
 
 __all__ = ["GlooLink", "open_gloo"]
 
 _MAKING = threading.Lock()
 _WAKING = 1.0
+_LOOK = 0.25
 
 
 class GlooLink:
@@ -33,9 +36,15 @@ class GlooLink:
 
     name = "gloo"
 
-    def __init__(self, group: Any, addresses: frozenset[_sockets.Address]) -> None:
+    def __init__(
+        self, group: Any, control: Control, addresses: frozenset[_sockets.Address]
+    ) -> None:
         """``addresses``: where each process of the group listens, which tells its connections."""
         self._group = group
+        self._control = control
+        self.gone: set[int] = set()
+        control.on_gone = self.gone.add
+        control.start()
         self._addresses = addresses
         self._lock = threading.Lock()
         self._under_way: set[_GlooTransfer] = set()
@@ -58,6 +67,7 @@ class GlooLink:
         # A message still under way keeps the group's buffers and threads: let all of them go.
         for one in under_way:
             one.drop()
+        self._control.close()
         del group
 
     def fail(self, why: str) -> None:
@@ -83,7 +93,7 @@ class GlooLink:
             group, broken = self._group, self._broken
         if group is None or broken is not None:
             raise self.error(peer, tag, "the link is closed")
-        transfer = _GlooTransfer(self, peer, tag, data)
+        transfer = _GlooTransfer(self, peer, tag, data, sends=act == "send")
         if data.numel():
             try:
                 transfer.work = getattr(group, act)([data], peer, tag)
@@ -97,8 +107,9 @@ class GlooLink:
 class _GlooTransfer:
     """A message under way; an empty one is none."""
 
-    def __init__(self, link: GlooLink, peer: int, tag: int, data: Tensor) -> None:
+    def __init__(self, link: GlooLink, peer: int, tag: int, data: Tensor, *, sends: bool) -> None:
         self._link = link
+        self._sends = sends
         self._peer = peer
         self._tag = tag
         self._data: Tensor | None = data  # gloo does not keep the memory of a message alive
@@ -115,12 +126,35 @@ class _GlooTransfer:
                 return
             try:
                 # A timeout of 0 is none to gloo.
-                work.wait(timedelta(seconds=max(timeout, 0.001)))
+                limit = timedelta(seconds=max(timeout, 0.001))
+                if self._sends:
+                    self._wait_apart(work, limit)
+                else:
+                    work.wait(limit)
             except RuntimeError as error:
                 self._link.fail(_first_line(error))
                 raise self._link.error(self._peer, self._tag, error) from error
             self.work = None
             self._link.done(self)
+
+    def _wait_apart(self, work: Any, limit: timedelta) -> None:
+        """Wait on a thread, so that a send that gloo has lost is left when its peer is gone."""
+        failed: list[RuntimeError] = []
+        over = threading.Event()
+
+        def wait() -> None:
+            try:
+                work.wait(limit)
+            except RuntimeError as error:
+                failed.append(error)
+            over.set()
+
+        threading.Thread(target=wait, name="sapwood-gloo-wait", daemon=True).start()
+        while not over.wait(_LOOK):
+            if self._peer in self._link.gone and not over.wait(_LOOK):
+                raise RuntimeError(f"process {self._peer} is gone")
+        if failed:
+            raise failed[0]
 
     def drop(self) -> None:
         """Let go of a message that failed with its link."""
@@ -135,8 +169,9 @@ def open_gloo(store: Store, ends: Ends) -> GlooLink:
     """Meet the others in a gloo group of its own."""
     deadline = Deadline(ends.timeout)
     device, address = _device(ends)
-    addresses = exchange("gloo", store, ends, address, deadline)
-    known = frozenset((str(host), int(port)) for host, port in addresses)
+    control = meet("gloo", store, ends, f"{address[0]} {address[1]}", deadline)
+    listening = [one.split() for one in control.facts]
+    known = frozenset((host, int(port)) for host, port in listening)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=max(deadline.left, 0.05))
     options._devices = [device]
@@ -145,10 +180,11 @@ def open_gloo(store: Store, ends: Ends) -> GlooLink:
         group = ProcessGroupGloo(PrefixStore("gloo/group", store), ends.me, ends.size, options)
     except RuntimeError as error:
         _sockets.cut(known)
+        control.close()
         if not deadline.left:
             raise late("gloo", "another process", ends.timeout) from error
         raise TransportError(f"gloo: the group cannot be made: {_first_line(error)}") from error
-    return GlooLink(group, known)
+    return GlooLink(group, control, known)
 
 
 def _device(ends: Ends) -> tuple[Any, _sockets.Address]:
