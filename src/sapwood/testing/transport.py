@@ -64,7 +64,7 @@ def check_late_peer(opener: Opener, timeout: float = 60.0) -> None:
 
 
 def check_lost_peer(opener: Opener, timeout: float = 60.0) -> None:
-    """A peer killed in the middle fails the other side's messages soon; a new link works."""
+    """A peer killed in the middle fails the other side's messages soon, and only those."""
     with _groups(opener, 1, 1, _survive, _stall) as (donors, receivers):
         donors.wait_mark("under way", 0, timeout)
         receivers.wait_mark("under way", 0, timeout)
@@ -82,7 +82,7 @@ def check_stopped_peer(opener: Opener, timeout: float = 60.0) -> None:
 
 
 def check_no_leftovers(opener: Opener, timeout: float = 60.0) -> None:
-    """A closed link leaves no thread, socket or shared memory, not even after a failure."""
+    """A closed link leaves no thread, socket or memory, failed or not; the next one works."""
     _both(opener, _count_leftovers, _count_leftovers, 1, 1, timeout)
 
 
@@ -351,6 +351,7 @@ def _count_leftovers(meeting: _Meeting) -> None:
     for number in range(3):
         _one_link(meeting, f"round/{number}")
     _broken_link(meeting)
+    _one_link(meeting, "after a failure")
     deadline = time.monotonic() + 5.0
     while _more(left := _owned(), before) and time.monotonic() < deadline:
         time.sleep(0.05)
