@@ -1,0 +1,161 @@
+"""A thin TCP connection between each donor and receiver, beside an engine that moves the bytes.
+
+It carries what the two sides of a message must tell each other, and tells at once when a process is
+gone, which the engines do late or never.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from sapwood.errors import TransportError
+from sapwood.runtime.stores import Store
+from sapwood.transport._meet import Deadline, exchange, late, one_host
+from sapwood.transport.base import Ends
+
+__all__ = ["Control", "Packet", "meet"]
+
+_HELLO = struct.Struct("!I32s")
+_PACKET = struct.Struct("!BqQQ")
+Packet = tuple[int, int, int, int]
+"""Kind, tag, and two numbers."""
+_SEND_TIMEOUT = struct.pack("ll", 5, 0)
+
+
+class Control:
+    """The connections and the thread that listens to them."""
+
+    def __init__(self, wires: dict[int, socket.socket], facts: list[str]) -> None:
+        """``facts``: what each process said about itself when they met, by number."""
+        self.facts = facts
+        self.on_packet: Callable[[int, Packet], None] = lambda peer, packet: None
+        self.on_gone: Callable[[int], None] = lambda peer: None
+        self._wires = wires
+        self._locks = {peer: threading.Lock() for peer in wires}
+        self._wake, self._wake_there = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._loop, name="sapwood-control", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen, now that both callbacks are set."""
+        self._thread.start()
+
+    def tell(self, peer: int, packet: Packet) -> None:
+        """Send a packet; a peer that is gone is reported by ``on_gone``, not here."""
+        wire = self._wires[peer]
+        with self._locks[peer]:
+            try:
+                wire.sendall(_PACKET.pack(*packet))
+            except OSError:
+                with suppress(OSError):
+                    wire.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connections and the thread."""
+        if self._wake_there < 0:
+            return
+        os.close(self._wake_there)
+        self._wake_there = -1
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        for wire in self._wires.values():
+            wire.close()
+        os.close(self._wake)
+
+    def _loop(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ, -1)
+            for peer, wire in self._wires.items():
+                selector.register(wire, selectors.EVENT_READ, peer)
+            rest = dict.fromkeys(self._wires, b"")
+            while True:
+                for key, _ in selector.select():
+                    number: int = key.data
+                    if number < 0:
+                        return
+                    unread = self._read(number, rest[number])
+                    if unread is None:
+                        selector.unregister(self._wires[number])
+                        self.on_gone(number)
+                    else:
+                        rest[number] = unread
+
+    def _read(self, peer: int, rest: bytes) -> bytes | None:
+        try:
+            more = self._wires[peer].recv(64 * _PACKET.size)
+        except OSError:
+            more = b""
+        if not more:
+            return None
+        rest += more
+        while len(rest) >= _PACKET.size:
+            self.on_packet(peer, _PACKET.unpack(rest[: _PACKET.size]))
+            rest = rest[_PACKET.size :]
+        return rest
+
+
+def meet(name: str, store: Store, ends: Ends, fact: str, deadline: Deadline) -> Control:
+    """Connect each donor with each receiver, and tell all what each says about itself."""
+    token = secrets.token_bytes(32)
+    wires: dict[int, socket.socket] = {}
+    host = "127.0.0.1" if one_host(ends) else ""
+    try:
+        with socket.create_server((host, 0), backlog=ends.size) as listener:
+            at = [listener.getsockname()[1], token.hex(), fact]
+            met = exchange(name, store, ends, at, deadline)
+            if ends.me < ends.donors:
+                _accept(listener, token, ends, deadline, wires)
+            else:
+                _connect(met, ends, deadline, wires)
+        for wire in wires.values():
+            wire.settimeout(None)
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Control(wires, [str(one[2]) for one in met])
+    except BaseException as error:
+        for wire in wires.values():
+            wire.close()
+        if isinstance(error, TimeoutError):
+            raise late(name, "another process", ends.timeout) from error
+        if isinstance(error, OSError):
+            raise TransportError(f"{name}: cannot meet the others: {error}") from error
+        raise
+
+
+def _accept(
+    listener: socket.socket,
+    token: bytes,
+    ends: Ends,
+    deadline: Deadline,
+    wires: dict[int, socket.socket],
+) -> None:
+    while len(wires) < len(ends.peers):
+        listener.settimeout(deadline.left or 0.001)
+        wire, _ = listener.accept()
+        told = b""
+        with suppress(OSError):  # a stranger, or one that died; ours come until the deadline
+            wire.settimeout(deadline.left or 0.001)
+            while len(told) < _HELLO.size and (more := wire.recv(_HELLO.size - len(told))):
+                told += more
+        number, word = _HELLO.unpack(told) if len(told) == _HELLO.size else (-1, b"")
+        if hmac.compare_digest(word, token) and number in ends.peers and number not in wires:
+            wires[number] = wire
+        else:
+            wire.close()
+
+
+def _connect(
+    met: list[tuple[int, str, str]], ends: Ends, deadline: Deadline, wires: dict[int, socket.socket]
+) -> None:
+    for peer in ends.peers:
+        port, token, _ = met[peer]
+        host = "127.0.0.1" if one_host(ends) else ends.hosts[peer]
+        wires[peer] = socket.create_connection((host, port), timeout=deadline.left or 0.001)
+        wires[peer].sendall(_HELLO.pack(ends.me, bytes.fromhex(token)))

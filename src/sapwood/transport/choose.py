@@ -1,0 +1,78 @@
+"""Which transport a transfer uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from sapwood.errors import ConfigError
+from sapwood.runtime.stores import Store
+from sapwood.transport._meet import one_host
+from sapwood.transport.base import Ends, Link
+from sapwood.transport.device import StagedLink, way
+
+__all__ = ["KINDS", "Kind", "open_link", "resolve"]
+
+Kind = Literal["auto", "gloo", "memory", "mpi", "mooncake"]
+KINDS: tuple[Kind, ...] = ("auto", "gloo", "memory", "mpi", "mooncake")
+
+
+def resolve(kind: str, ends: Ends) -> str:
+    """The transport that ``kind`` means here: for "auto", memory on one machine, else gloo."""
+    if kind not in KINDS:
+        raise ConfigError(f"transport={kind!r}, but it is one of {', '.join(KINDS)}")
+    if kind != "auto":
+        return kind
+    return "memory" if one_host(ends) else "gloo"
+
+
+def open_link(
+    kind: str, store: Store, ends: Ends, *, devices: tuple[str, ...] | None = None
+) -> Link:
+    """Open a link of this kind; all processes of a transfer name the same.
+
+    Args:
+        kind: One of ``KINDS``.
+        store: Known to all processes; the link's keys have a prefix of their own.
+        ends: Who meets.
+        devices: Where the tensors of each process are, by number; None: all in CPU memory.
+
+    Raises:
+        TransportError: Not all came in time.
+        ConfigError: There is no such transport, or it does not work here; what to do.
+    """
+    chosen = resolve(kind, ends)
+    how = "direct" if devices is None else way(devices, nccl=_has_nccl())
+    if how == "nccl" and kind == "auto":
+        return _opener("nccl")(store, ends)
+    link = _opener(chosen)(store, ends)
+    return link if how == "direct" else StagedLink(link)
+
+
+def _has_nccl() -> bool:
+    return torch.cuda.is_available() and torch.distributed.is_nccl_available()
+
+
+def _opener(name: str) -> Callable[[Store, Ends], Link]:
+    """Imported when chosen: most need something that is not always there."""
+    if name == "gloo":
+        from sapwood.transport.gloo import open_gloo
+
+        return open_gloo
+    if name == "memory":
+        from sapwood.transport.memory import open_memory
+
+        return open_memory
+    if name == "mpi":
+        from sapwood.transport.mpi import open_mpi
+
+        return open_mpi
+    if name == "mooncake":
+        from sapwood.transport.mooncake import open_mooncake
+
+        return open_mooncake
+    from sapwood.transport.nccl import open_nccl
+
+    return open_nccl

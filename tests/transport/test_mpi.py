@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from sapwood.transport.mpi import open_mpi
+from tests.transport.suite import Suite
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    # Not imported: that would start MPI in the process that runs the tests.
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed: sapwood[mpi]")
+
+
+class TestMpi(Suite):
+    opener = staticmethod(open_mpi)
