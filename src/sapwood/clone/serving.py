@@ -248,8 +248,10 @@ class Serving:
         self._open = True
         if self._run.group.rank == 0:
             session.until(
-                lambda: session.counted("posted") >= self._clones
-                and session.counted("opened") >= manifest.donors,
+                lambda: (
+                    session.counted("posted") >= self._clones
+                    and session.counted("opened") >= manifest.donors
+                ),
                 "waiting for the clones to post their receives",
                 timeout,
             )
