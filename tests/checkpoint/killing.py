@@ -59,7 +59,8 @@ def uncomplaining() -> Iterator[None]:
         yield
     finally:
         logging.getLogger("sapwood").removeHandler(ear)
-    assert [text for text in heard if not text.startswith("while restoring")] == []
+    complaints = [text for text in heard if not text.startswith("while restoring")]
+    assert not complaints, complaints
 
 
 def comes_back(folder: Path, reference: Reference, tiers: tuple[str, ...], **options: Any) -> int:

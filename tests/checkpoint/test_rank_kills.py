@@ -120,7 +120,7 @@ def capture_and_wait(folder: Path) -> None:
     training.steps(SECOND - 1)
     c.wait()
     training.steps(SECOND)
-    c._worker.drain(30)
+    c._saver.drain(30)
     mark("captured")
     time.sleep(300)
 

@@ -15,6 +15,7 @@ writes next finds its folder gone, fails, and is tried again.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -99,7 +100,9 @@ def is_draft(name: str) -> bool:
 
 def _changed(path: Path) -> float:
     """When something in it was last written, or got its name."""
-    return max((_modified(one) for one in (path, *path.rglob("*"))), default=0.0)
+    # Unlike rglob, walk does not mind what others remove meanwhile.
+    inside = (Path(home, name) for home, _, names in os.walk(path) for name in (".", *names))
+    return max((_modified(one) for one in (path, *inside)), default=0.0)
 
 
 def _modified(path: Path) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ __all__ = ["Pipeline"]
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 30.0
+_ON_DISK = "local"
+"""The tier that those behind it read from."""
 
 
 class _Lent:
@@ -88,6 +91,8 @@ class Pipeline:
         self._stop = threading.Event()
         self._open = 0
         self._idle = threading.Condition()
+        self._loads: Counter[CheckpointId] = Counter()
+        self._drop_later: dict[CheckpointId, None] = {}
         self._checksums = Worker("sapwood-checksums")
         self._workers = {name: Worker(f"sapwood-tier-{name}") for name in self.tiers}
 
@@ -102,11 +107,19 @@ class Pipeline:
         load = _Load(job=job, lent=_Lent(data, given_back), tell=tell or self._tell)
         with self._idle:
             self._open += 1
+            self._loads[job.id] += 1
         self._checksums.submit(lambda: self._describe(load))
 
     def drop(self, id: CheckpointId, tiers: Sequence[str]) -> None:
-        """Remove a checkpoint from some tiers, after what is queued there."""
+        """Remove a checkpoint from some tiers, after what is queued there.
+
+        From this node's disk only when no tier behind it still reads it there.
+        """
         for name in self.tiers.keys() & set(tiers):
+            with self._idle:
+                if name == _ON_DISK and self._loads[id]:
+                    self._drop_later[id] = None
+                    continue
             self._workers[name].submit(lambda name=name: self._drop(name, id))  # type: ignore[misc]
 
     def mend(self, id: CheckpointId) -> None:
@@ -164,9 +177,21 @@ class Pipeline:
             return
         self._give_up(load, names, CheckpointError("the engine ended before it came to this tier"))
         load.lent.release()
+        self._arrived(load.job.id)
         with self._idle:
             self._open -= 1
             self._idle.notify_all()
+
+    def _arrived(self, id: CheckpointId) -> None:
+        with self._idle:
+            self._loads[id] -= 1
+            if self._loads[id]:
+                return
+            del self._loads[id]
+            due = id in self._drop_later
+            self._drop_later.pop(id, None)
+        if due and not self._stop.is_set():
+            self._workers[_ON_DISK].submit(lambda: self._drop(_ON_DISK, id))
 
     def _keep(self, load: _Load, names: list[str]) -> None:
         name = names[0]
@@ -183,7 +208,7 @@ class Pipeline:
                         cpu_seconds=time.thread_time() - cpu,
                     )
                 )
-                if name == "local":
+                if name == _ON_DISK:
                     load.on_disk = self.tiers[name]
         except Exception as error:
             self._give_up(load, [name], error)
