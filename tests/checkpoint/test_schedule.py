@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,26 @@ import pytest
 from sapwood.checkpoint.schedule import Schedule
 
 
-class Store(dict[str, str]):
-    def set(self, key: str, text: str) -> None:
-        assert key not in self
-        self[key] = text
+class Store:
+    """As a group's store is: reading waits until somebody has written."""
 
-    def get(self, key: str) -> str:  # type: ignore[override]
-        return self[key]  # KeyError: asked before rank 0 can have said it
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, text: str) -> None:
+        with self._changed:
+            assert key not in self._texts
+            self._texts[key] = text
+            self._changed.notify_all()
+
+    def wait(self, key: str, timeout: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: key in self._texts, timeout)
+
+    def get(self, key: str) -> str:
+        assert self.wait(key, 10), "asked before rank 0 can have said it"
+        return self._texts[key]
 
 
 def group(rank: int, world: int, store: Store) -> Any:
@@ -37,6 +51,8 @@ def saved_steps(world: int, every: int, costs: dict[int, int], until: int, start
             if schedule.due == step:
                 found[rank].append(step)
                 schedule.saved(step, at_least=costs.get(step, 1) if rank == 0 else 99)
+    for schedule in ranks:
+        schedule.close()
     return found
 
 
@@ -58,3 +74,4 @@ def test_only_by_hand() -> None:
     schedule.start(0)
     schedule.saved(3)
     assert schedule.due is None
+    schedule.close()

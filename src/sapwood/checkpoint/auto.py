@@ -18,10 +18,7 @@ from sapwood.checkpoint.settings import CheckpointSettings
 __all__ = ["ModeChoice", "Pace", "StepClock"]
 
 log = logging.getLogger(__name__)
-_TRIALS = 2
-_BETTER = 0.8
-"""Another mode is taken if it costs less than this share of the first one, which blocks least:
-below that a difference is as likely noise."""
+_TRIALS = 3
 _REMEMBERED = 32
 
 
@@ -69,9 +66,11 @@ class ModeChoice:
         for mode, costs in self._costs.items():
             if len(costs) < _TRIALS:
                 return mode
-        usual = {mode: statistics.median(costs) for mode, costs in self._costs.items()}
-        first, best = next(iter(usual)), min(usual, key=lambda mode: usual[mode])
-        return best if usual[best] < _BETTER * usual[first] else first
+        first, *others = self._costs
+        best = min(others, key=lambda mode: statistics.median(self._costs[mode]), default=first)
+        # The first blocks least; what differs by less than costs do among themselves is noise.
+        low = statistics.quantiles(self._costs[first])[0]
+        return best if statistics.quantiles(self._costs[best])[2] < low else first
 
     def note(self, mode: str, seconds: float) -> None:
         """A checkpoint taken this way cost so much."""

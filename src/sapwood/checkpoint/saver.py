@@ -114,6 +114,7 @@ class Saver:
             subscription.cancel()
         if self._capture is not None:
             self._capture.abandon()
+        self._schedule.close()
         self._worker.close(self._settings.drain_timeout)
 
     def say_failure(self) -> None:

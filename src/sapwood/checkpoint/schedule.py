@@ -2,14 +2,20 @@
 
 Steps keep the ranks together: a rank that has ended step n + 1 knows that rank 0 has ended step n.
 So rank 0 always decides one checkpoint ahead: when it saves one, it writes down when the one after
-the next will be, and at the next one every rank can read it without waiting.
+the next will be, and at the next one every rank knows it without waiting: a thread has read it.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from sapwood.errors import SapwoodError
 from sapwood.runtime.group import Group
+from sapwood.runtime.worker import Worker
 
 __all__ = ["Schedule"]
+
+_POLL = 0.5
 
 
 class Schedule:
@@ -24,6 +30,9 @@ class Schedule:
         self._asks = stretches and group.world > 1
         self._following = 0
         self._before: int | None = None
+        self._closed = False
+        self._read: dict[int, int] = {}
+        self._worker: Worker | None = Worker("sapwood-schedule") if self._asks else None
 
     def start(self, step: int) -> None:
         """Begin after ``step``: the first checkpoint is at the next multiple of ``every``."""
@@ -39,13 +48,40 @@ class Schedule:
         """
         if self.every is None:
             return
-        if self._asks and self._group.rank != 0 and self._before is not None:
-            self._following = int(self._group.store.get(self._place(self._before)))
+        if self._worker is not None and self._group.rank != 0 and self._before is not None:
+            self._following = self._told(self._before)
         self.due, self._before = self._following, step
         if self._group.rank == 0 or not self._asks:
             self._following = self._multiple(self.due + max(at_least, 1))
-            if self._asks:
-                self._group.store.set(self._place(step), str(self._following))
+        if self._worker is not None:
+            following = self._following
+            if self._group.rank == 0:
+                self._worker.submit(lambda: self._say(step, following))
+            else:
+                self._worker.submit(lambda: self._read_ahead(step))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        if self._worker is not None:
+            self._worker.close(5.0)
+
+    # A group that is gone is heard of elsewhere, by the training itself.
+
+    def _say(self, step: int, following: int) -> None:
+        with suppress(SapwoodError, RuntimeError):
+            self._group.store.set(self._place(step), str(following))
+
+    def _read_ahead(self, step: int) -> None:
+        with suppress(SapwoodError, RuntimeError):
+            while not self._closed:
+                if self._group.store.wait(self._place(step), _POLL):
+                    self._read[step] = int(self._group.store.get(self._place(step)))
+                    return
+
+    def _told(self, step: int) -> int:
+        known = self._read.pop(step, None)
+        return int(self._group.store.get(self._place(step))) if known is None else known
 
     def _place(self, step: int) -> str:
         return f"{self._key}/after-{step}"
