@@ -22,7 +22,7 @@ from sapwood.tiers.blobs import BlobFolder
 from sapwood.tiers.keeper import Blob
 from sapwood.tiers.peer import Peer
 from sapwood.tiers.peers import PeerServer
-from sapwood.tiers.wire import BLOCK_BYTES, MESSAGE_LIMIT, Connection
+from sapwood.runtime.wire import BLOCK_BYTES, MESSAGE_LIMIT, Connection
 from tests.tiers.nodes import TOKEN, Process
 
 BLOB = Blob("area", "group", "name")

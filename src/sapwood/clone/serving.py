@@ -327,6 +327,12 @@ class Serving:
         self._session.fail(why)
         self.stop()
 
+    def last_words(self, why: str) -> None:
+        """The run ends: tell the clones, unless they have begun."""
+        if not self.report.done:
+            self.fail(why)
+        self.stop()
+
     def stop(self) -> None:
         """Let everybody go."""
         self.over.set()
