@@ -17,11 +17,11 @@ from sapwood.clone.order import ForkedFrom, read_order
 from sapwood.clone.overrides import apply_overrides
 from sapwood.clone.receiver import Receiver
 from sapwood.clone.settings import CloneSettings
-from sapwood.errors import CloneError
+from sapwood.errors import CloneError, SapwoodError
 from sapwood.runtime.group import Group
 from sapwood.runtime.handle import RunHandle, run_state
 from sapwood.runtime.settings import resolve
-from sapwood.state.apply import apply_optimizer
+from sapwood.state.apply import GivenState, apply_optimizer
 from sapwood.state.extras import Extras, Stateful, set_random_state
 from sapwood.state.plain import from_plain
 from sapwood.state.tensors import named_parameters
@@ -62,6 +62,7 @@ class Fork:
         self._rank = group.rank
         self._timeout = settings.step_timeout
         self._gate: Gate | None = None
+        self._failure: SapwoodError | None = None
         self._run: RunHandle | None = None
         theirs, ours = len(self._common["groups"]), len(optimizer.param_groups)
         if theirs != ours:
@@ -88,13 +89,21 @@ class Fork:
         Raises:
             CloneError: it did not arrive; this run cannot begin.
         """
+        if self._failure is not None:
+            raise CloneError(str(self._failure)) from self._failure
         receiver, run = self._receiver, self._run
         if receiver is None or run is None:
             return
         self._receiver = None
         if self._gate is not None:
             self._gate.remove()
-        state = receiver.finish()
+        try:
+            self._become(run, receiver.finish())
+        except SapwoodError as error:
+            self._failure = error  # whatever comes next must not train on half a state
+            raise
+
+    def _become(self, run: RunHandle, state: GivenState) -> None:
         apply_optimizer(named_parameters(run.model), run.optimizer, state)
         for note in Extras(run_state(run), {}).restore(self._known_here(run), {}):
             log.warning("while forking %s: %s", self.forked_from.run, note)

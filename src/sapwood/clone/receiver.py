@@ -66,6 +66,8 @@ class Receiver:
         self._threads: list[threading.Thread] = []
         self._relay: dist.ProcessGroup | None = None
         self._extras: dict[int, Any] = {}
+        self._fired = threading.Event()
+        self._over = False
         try:
             self._session = session = self._ask(order)
             self._manifest = manifest = self._agree(session)
@@ -94,14 +96,13 @@ class Receiver:
             }
             try:
                 answer = ask(order.address, request)
-                if order.address.nearest == "127.0.0.1":
-                    answer["host"] = "127.0.0.1"
             except CloneError as error:
                 answer = {"error": str(error)}
         answer = json.loads(group.share_text("answer to a fork", json.dumps(answer)))
         if "error" in answer:
             raise CloneError(answer["error"])
-        store = dial(answer["host"], int(answer["port"]), _ANSWER)
+        near = order.address.node == platform.node()
+        store = dial("127.0.0.1" if near else answer["host"], int(answer["port"]), _ANSWER)
         return Session(store, answer["session"], timeout=_ANSWER)
 
     def _agree(self, session: Session) -> Manifest:
@@ -132,9 +133,8 @@ class Receiver:
         session.count("agreed")
         if manifest.approach != "file":
             if not whole and self._group.world > 1:
-                self._relay = dist.new_group(
-                    backend="gloo", timeout=timedelta(seconds=self._settings.step_timeout)
-                )
+                patience = timedelta(seconds=self._group.timeout)
+                self._relay = dist.new_group(backend="gloo", timeout=patience)
             self._post(session, manifest)
         session.count("posted")
 
@@ -169,9 +169,10 @@ class Receiver:
             what = f"waiting for donor {donor} to end its step"
             key = f"extras/{donor}"
             self._extras[donor] = session.until(
-                lambda key=key: session.heard(key),
+                lambda key=key: session.heard(key),  # type: ignore[misc]
                 what,
-                timeout,  # type: ignore[misc]
+                timeout,
+                soon=True,
             )
         return ForkedFrom(run=self._manifest.run, step=int(step), overrides=order.overrides)
 
@@ -192,6 +193,8 @@ class Receiver:
             self.arrival.fail(error)
 
     def _receive(self, coming: Sequence[Any]) -> None:
+        if not self._wait_for_fire():
+            return
         passing = []
         for message, data, transfer in coming:
             transfer.wait(self._settings.step_timeout)
@@ -204,11 +207,20 @@ class Receiver:
                 ]
             self.arrival.arrived(message, data)
         for _, work in passing:
-            work.wait()
+            work.wait(timedelta(seconds=self._settings.step_timeout))
+
+    def _wait_for_fire(self) -> bool:
+        """Waiting for a message has a limit, and cannot be taken up again; this can."""
+        while not self._fired.wait(0.5):
+            if self._over:
+                return False
+        return not self._over
 
     def _receive_passed(self, passed: Sequence[tuple[Message, Any, Any]]) -> None:
+        if not self._wait_for_fire():
+            return
         for message, data, work in passed:
-            work.wait()
+            work.wait(timedelta(seconds=self._settings.step_timeout))
             self.arrival.arrived(message, data)
 
     # -- becoming a run ----------------------------------------------------------------------
@@ -261,9 +273,10 @@ class Receiver:
             what, timeout = f"waiting for donor {donor}'s checksums", self._settings.step_timeout
             key = f"digests/{donor}"
             told = session.until(
-                lambda key=key: session.heard(key),
+                lambda key=key: session.heard(key),  # type: ignore[misc]
                 what,
-                timeout,  # type: ignore[misc]
+                timeout,
+                soon=True,
             )
             found |= {int(tag): mark for tag, mark in told.items()}
         return found
@@ -272,7 +285,8 @@ class Receiver:
         """All begin, or none."""
         if session.count("verified") == self._manifest.clones:
             session.say("ready", True)
-        session.until(lambda: session.heard("ready"), "waiting for the other clones", timeout)
+        what = "waiting for the other clones"
+        session.until(lambda: session.heard("ready"), what, timeout, soon=True)
 
     def abandon(self, error: BaseException) -> None:
         """Tell everybody that this fork failed, and close."""
@@ -282,6 +296,8 @@ class Receiver:
 
     def close(self) -> None:
         """Drop the link and the group; whoever still uses them is told."""
+        self._over = True
+        self._fired.set()
         if self._link is not None:
             self._link.close()
             self._link = None
