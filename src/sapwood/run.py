@@ -261,6 +261,13 @@ class Run:
         extras = Extras({**run_state(self), **(shared or {})}, own or {})
         self._donor = Donor(self, chosen, extras)
 
+    def start_standbys(self) -> int:
+        """Let clones begin that were started with ``--standby``; how many groups did.
+
+        Call it on rank 0, or on all ranks; elsewhere, ``sapwood fork RUN --go`` does the same.
+        """
+        return 0 if self._donor is None else self._donor.start_standbys()
+
     @property
     def forked_from(self) -> ForkedFrom | None:
         """The run and step this run was forked from, and what was changed; None if it was not."""

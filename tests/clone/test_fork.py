@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from sapwood.cli.folders import list_runs
+from sapwood.clone.door import Address, ask
 from sapwood.testing import ranks
 from tests.clone.forking import donors, goes_on_like, home_of, order, receive, stop
 
@@ -80,6 +82,21 @@ def test_several_forks_at_once_each_with_its_own_changes(tmp_path: Path) -> None
     assert sorted(step for step, done, _, _ in seen[0]["forks"] if done) == sorted(
         f["step"] for f in found
     )
+
+
+def test_clones_that_stand_by_begin_when_they_are_told_to(tmp_path: Path) -> None:
+    with donors(tmp_path, 2) as group:
+        home = home_of(tmp_path)
+        env = order(home, standby=True)
+        with ranks.start(receive, 2, tmp_path / "clone", env=env) as clones:
+            address = Address.read(home)
+            while not ask(address, {"op": "go"})["started"]:
+                time.sleep(0.05)
+            outcomes = clones.wait(timeout=60)
+        assert ask(address, {"op": "go"}) == {"started": 0}
+        seen = stop(tmp_path, group)
+    for outcome, donor in zip(outcomes, seen, strict=True):
+        assert goes_on_like(outcome.value, donor)
 
 
 def test_a_clone_of_a_clone_and_the_tree_of_runs(tmp_path: Path) -> None:

@@ -78,6 +78,10 @@ class Donor:
             serving.join(5.0)
         self._thread.join(5.0)
 
+    def start_standbys(self) -> int:
+        """Let clones that stand by begin; how many groups. What rank 0 does counts."""
+        return sum([serving.go() for serving in self._sessions])
+
     # -- events ------------------------------------------------------------------------------
 
     def _updated(self, event: TensorUpdated) -> None:
@@ -92,6 +96,8 @@ class Donor:
 
     def _answer(self, request: Request) -> dict[str, Any]:
         """Let a group in, or say why not; on a thread of the door."""
+        if request.get("op") == "go":
+            return {"started": self.start_standbys()}
         mine, theirs = versions(), request["versions"]
         if mine != theirs:
             raise CloneError(f"the run has {_said(mine)}, the clones {_said(theirs)}")
@@ -104,6 +110,7 @@ class Donor:
             "hosts": hosts,
             "approach": approach,
             "transport": str(request.get("transport") or self._settings.transport),
+            "standby": bool(request.get("standby")),
         }
         with self._lock:
             self._asked += 1

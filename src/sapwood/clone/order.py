@@ -36,6 +36,8 @@ class ForkOrder:
     approach: str = ""
     """What the run is set to, if empty."""
     transport: str = ""
+    standby: bool = False
+    """Get ready, and wait until the run says so."""
 
     def encode(self) -> str:
         """For the environment."""

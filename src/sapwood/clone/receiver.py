@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import platform
 import threading
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ class Receiver:
                 "hosts": hosts,
                 "approach": order.approach,
                 "transport": order.transport,
+                "standby": order.standby,
             }
             try:
                 answer = ask(order.address, request)
@@ -162,6 +164,7 @@ class Receiver:
 
     def _wait_for_step(self, session: Session, order: ForkOrder) -> ForkedFrom:
         timeout = self._settings.step_timeout
+        patience = math.inf if order.standby else timeout
         step = session.until(
             lambda: session.heard("fire"), "waiting for a step to be sent", timeout
         )

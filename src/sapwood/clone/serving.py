@@ -85,6 +85,9 @@ class Serving:
         self._buckets_of: dict[str, int] = {}
         self._budget = settings.patience
         self._open = False
+        self._go = threading.Event()
+        if not asked.get("standby"):
+            self._go.set()
         self._fire: int | None = None
         self._may_fire = False
         self._taken: Callable[[], dict[str, Any]] = dict
@@ -201,6 +204,13 @@ class Serving:
         for hold in self._holds[number]:
             hold.release()
 
+    def go(self) -> bool:
+        """Clones that stand by shall begin; whether these did."""
+        if self._go.is_set() or self.over.is_set():
+            return False
+        self._go.set()
+        return True
+
     # -- on a thread of its own --------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -257,7 +267,9 @@ class Serving:
                 "waiting for the clones to post their receives",
                 timeout,
             )
-            self._may_fire = True
+            while not self._go.wait(0.1):
+                session.check()
+            self._may_fire = not self.over.is_set()
 
     def _open_link(self, manifest: Manifest) -> None:
         ends = Ends(
@@ -341,6 +353,7 @@ class Serving:
         """Let everybody go."""
         self.over.set()
         self._looked.set()
+        self._go.set()
         self._ended.set()
         self._sent.set()
         if self._sender is not None:

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from sapwood.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sapwood.clone.door import Address
 
 __all__ = ["fork"]
 
@@ -30,6 +33,8 @@ def fork(
     vary: Annotated[tuple[str, ...], Parameter(name="--vary", negative="")] = (),
     approach: str = "",
     transport: str = "",
+    standby: Annotated[bool, Parameter(negative="")] = False,
+    go: Annotated[bool, Parameter(negative="")] = False,
     folder: Path = Path("runs"),
 ) -> int:
     """Fork a running training: the same script goes on from its state, on ranks of its own.
@@ -44,6 +49,8 @@ def fork(
     sapwood fork 20261116 -n 2 -- train.py                       the same again, beside it
     sapwood fork 20261116 --set optimizer.lr=0.01 -- train.py    with another learning rate
     sapwood fork 20261116 --vary optimizer.lr=[0.1,0.01] -- train.py     two forks
+    sapwood fork 20261116 --standby -n 2 -- train.py             ready to begin, and waiting
+    sapwood fork 20261116 --go                                   now
     srun -n 8 sapwood fork /shared/runs/20261116-0042-3f9a1c -- train.py
     ```
 
@@ -56,17 +63,21 @@ def fork(
         vary: PATH=[A,B,...]: one fork for each value, all at once; several make all combinations.
         approach: deepclone, lazy, p2p or file; by default what the run is set to.
         transport: auto, gloo, memory, mpi or mooncake; by default what the run is set to.
+        standby: Start the ranks and get ready, but wait until the run, or --go, says so.
+        go: Let clones that stand by begin; needs no script.
         folder: The folder that holds the run folders.
     """
     from sapwood.cli.folders import find_run
+    from sapwood.clone.door import Address
     from sapwood.clone.order import ENV, ForkOrder, parse_overrides
 
+    if go:
+        return _go(Address.read(find_run(run, folder)))
     words = _script(command)
     overrides = parse_overrides(changes)
     if vary:
         return _several(run, words, ranks, overrides, vary, approach, transport, folder)
     from sapwood.cli.verbs.run import run as start
-    from sapwood.clone.door import Address
 
     address = Address.read(find_run(run, folder))
     address.token()  # whoever cannot read it need not start
@@ -78,6 +89,15 @@ def fork(
         return start(*words, ranks=ranks)
     finally:
         del os.environ[ENV]
+
+
+def _go(address: Address) -> int:
+    from sapwood.cli.output import console
+    from sapwood.clone.door import ask
+
+    count = ask(address, {"op": "go"})["started"]
+    console().print(f"{count} groups that stood by begin" if count else "nobody stands by")
+    return 0
 
 
 def _script(command: tuple[str, ...]) -> list[str]:
