@@ -166,7 +166,7 @@ class Receiver:
         timeout = self._settings.step_timeout
         patience = math.inf if order.standby else timeout
         step = session.until(
-            lambda: session.heard("fire"), "waiting for a step to be sent", timeout
+            lambda: session.heard("fire"), "waiting for a step to be sent", patience
         )
         for donor in {0, self._group.rank} & set(range(self._manifest.donors)):
             what = f"waiting for donor {donor} to end its step"
