@@ -198,7 +198,7 @@ class Receiver:
     def _receive(self, coming: Sequence[Any]) -> None:
         if not self._wait_for_fire():
             return
-        passing = []
+        passing: list[tuple[Any, Any]] = []  # the memory must stay until it is sent
         for message, data, transfer in coming:
             transfer.wait(self._settings.step_timeout)
             faults.point("clone.arrived", tag=message.tag)
