@@ -37,7 +37,8 @@ def donate(folder: Path, kind: str = "adamw", **settings: Any) -> dict[str, Any]
     ranks.mark("open")
     last = None
     while last is None or run.step_count < last:
-        losses[run.step_count + 1] = training.step()
+        loss = training.step()
+        losses[run.step_count] = loss
         state = training.state()
         states[run.step_count] = digest(state)
         weights[run.step_count] = digest(state, without="random")

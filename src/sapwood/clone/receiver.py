@@ -168,6 +168,7 @@ class Receiver:
         step = session.until(
             lambda: session.heard("fire"), "waiting for a step to be sent", patience
         )
+        self._fired.set()
         for donor in {0, self._group.rank} & set(range(self._manifest.donors)):
             what = f"waiting for donor {donor} to end its step"
             key = f"extras/{donor}"
