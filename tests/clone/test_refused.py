@@ -108,7 +108,7 @@ def test_an_override_that_leads_nowhere(tmp_path: Path) -> None:
 # -- clones and donors that die or stop ------------------------------------------------------
 
 
-POINTS = ["clone.arrived:kill@1", "clone.arrived:kill@9", "clone.verified:kill"]
+POINTS = ["clone.arrived:kill@1", "clone.arrived:kill@3", "clone.verified:kill"]
 
 
 @pytest.mark.parametrize("point", POINTS)
