@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,13 +19,20 @@ from torch import Tensor, nn
 
 from sapwood import trace as tracing
 from sapwood._version import __version__
+from sapwood.clone.donor import Donor
+from sapwood.clone.forked import Fork, join_fork
+from sapwood.clone.order import ForkedFrom
+from sapwood.clone.serving import ForkReport
+from sapwood.clone.settings import CloneSettings
 from sapwood.errors import UsageError
 from sapwood.events import EventBus, StepEnded
 from sapwood.runtime import faults
 from sapwood.runtime.ending import AtExit
 from sapwood.runtime.folder import RunFolder, host_facts, new_run_id
 from sapwood.runtime.group import Group
+from sapwood.runtime.handle import run_state
 from sapwood.runtime.settings import UNSET, Resolved, resolve
+from sapwood.state.extras import Extras, Stateful
 from sapwood.state.tensors import describe_model, named_buffers, named_parameters
 from sapwood.sync import (
     Context,
@@ -101,17 +109,21 @@ class Run:
         self.scaler = scaler
         self.step_count = 0
         self._closed = False
+        self._donor: Donor | None = None
+        self._fork: Fork | None = None
         self._next_flush = 0.0
         self.group = Group.join(check_model(model), timeout=sync.value.timeout)
         try:
             context = self._start(model, scaler, id, places, sync)
         except BaseException as error:
+            self._abandon_fork()
             self.group.board.post(f"{type(error).__name__}: {error}")
             self.group.close()
             raise
         self._mode = context.mode
         self.model = self._engine.model
         self._at_exit = AtExit(self.close)
+        self._go_on_as_fork()
 
     def _start(
         self,
@@ -132,11 +144,13 @@ class Run:
         log.info("updates are %s: %s", mode, reason)
         group.check_same("model", describe_model(model))
         group.check_same("optimizer or settings", self._lines(mode, sync.value))
-        _give_rank0_values(group, model)
+        self._fork = join_fork(group, model, self.optimizer)
+        if self._fork is None:
+            _give_rank0_values(group, model)
         self.id = group.share_text("run id", run_id or new_run_id())
         self._place = RunFolder(places.value.folder, self.id)
         if group.rank == 0:
-            self._place.create(_facts(group, mode, places, sync))
+            self._place.create(_facts(group, mode, places, sync, self.forked_from))
             self._place.status("running", 0)
         group.share_text("run folder", "made")
         self.trace: tracing.Tracer = tracing.OFF
@@ -174,6 +188,8 @@ class Run:
             PeerFailed: another rank failed, died or left.
         """
         self._check_open()
+        if self._fork is not None:
+            self._fork.finish()
         faults.point("run.step", step=self.step_count + 1)
         outcome = self._engine.finish()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
@@ -212,6 +228,72 @@ class Run:
         self._check_open()
         self._engine.resume_at(step + 1)
         self.step_count = step
+
+    # -- forks -------------------------------------------------------------------------------
+
+    def allow_clones(
+        self,
+        *,
+        shared: Mapping[str, Stateful] | None = None,
+        own: Mapping[str, Stateful] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Let others fork this run from now on: ``sapwood fork``; all ranks must call it.
+
+        In a run that is a fork itself, this gives ``shared``, ``own`` and random numbers the state
+        they had in the parent; so call it where the parent does, just before the training loop.
+
+        Args:
+            shared: what else belongs to the run, by name, and is the same on every rank.
+            own: the same for what differs from rank to rank, such as a position in the data.
+            settings: any field of ``CloneSettings``: approach, transport, patience, late, ...
+                Each can also come from ``SAPWOOD_<NAME>`` or ``[clone]`` in sapwood.toml.
+        """
+        self._check_open()
+        if self._donor is not None:
+            raise UsageError("clones are allowed already; call allow_clones once")
+        chosen = resolve(CloneSettings, "clone", settings).value
+        if self._fork is not None:
+            self._fork.restore(shared or {}, own or {})
+        extras = Extras({**run_state(self), **(shared or {})}, own or {})
+        self._donor = Donor(self, chosen, extras)
+
+    def start_standbys(self) -> int:
+        """Let clones begin that were started with ``--standby``; how many groups did.
+
+        Call it on rank 0, or on all ranks; elsewhere, ``sapwood fork RUN --go`` does the same.
+        """
+        return 0 if self._donor is None else self._donor.start_standbys()
+
+    @property
+    def forked_from(self) -> ForkedFrom | None:
+        """The run and step this run was forked from, and what was changed; None if it was not."""
+        return None if self._fork is None else self._fork.forked_from
+
+    @property
+    def forks(self) -> list[ForkReport]:
+        """Every fork of this run that was asked for, and what it cost this rank."""
+        return [] if self._donor is None else self._donor.reports
+
+    def override(self, path: str, default: Any) -> Any:
+        """What ``--set path=value`` said when this run was forked, else ``default``."""
+        return (
+            default if self.forked_from is None else self.forked_from.overrides.get(path, default)
+        )
+
+    def _go_on_as_fork(self) -> None:
+        if self._fork is not None:
+            self.resume_at(self._fork.forked_from.step)
+            self._fork.attach(self)
+
+    def _abandon_fork(self) -> None:
+        if self._fork is not None:
+            self._fork.abandon()
+
+    def wait_ready(self) -> None:
+        """In a fork, wait until its whole state is there: before you look at weights yourself."""
+        if self._fork is not None:
+            self._fork.finish()
 
     # -- what others want to know ------------------------------------------------------------
 
@@ -266,6 +348,9 @@ class Run:
         self._closed = True
         self._at_exit.forget()
         error = error or self.group.board.uncaught
+        self._abandon_fork()
+        if self._donor is not None:
+            self._donor.close()
         if error is None:
             self.group.leave(self.step_count)
         else:
@@ -322,14 +407,23 @@ def _give_rank0_values(group: Group, model: nn.Module) -> None:
 
 
 def _facts(
-    group: Group, mode: str, places: Resolved[RunSettings], sync: Resolved[SyncSettings]
+    group: Group,
+    mode: str,
+    places: Resolved[RunSettings],
+    sync: Resolved[SyncSettings],
+    parent: ForkedFrom | None,
 ) -> dict[str, Any]:
     config = {}
     for resolved in (places, sync):
         for name, value in dataclasses.asdict(resolved.value).items():
             entry = {"value": value, "origin": resolved.origins[name]}
             config[name] = entry
+    lineage: dict[str, Any] = {}
+    if parent is not None:
+        overrides = {path: json.dumps(value) for path, value in parent.overrides.items()}
+        lineage = {"parent": parent.run, "parent_step": parent.step, "overrides": overrides}
     return {
+        **lineage,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "world": group.world,
         "host": host_facts(),

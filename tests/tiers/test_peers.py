@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sapwood.errors import CheckpointError, ConfigError, TierError
+from sapwood.runtime.wire import BLOCK_BYTES, MESSAGE_LIMIT, Connection
 from sapwood.testing.faults import inject
 from sapwood.tiers.answers import RECORD_LIMIT
 from sapwood.tiers.blobs import BlobFolder
 from sapwood.tiers.keeper import Blob
 from sapwood.tiers.peer import Peer
 from sapwood.tiers.peers import PeerServer
-from sapwood.tiers.wire import BLOCK_BYTES, MESSAGE_LIMIT, Connection
 from tests.tiers.nodes import TOKEN, Process
 
 BLOB = Blob("area", "group", "name")

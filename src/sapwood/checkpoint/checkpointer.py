@@ -25,7 +25,7 @@ from sapwood.checkpoint.saver import Saver
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.errors import CheckpointError, ConfigError
 from sapwood.runtime.ending import AtExit
-from sapwood.runtime.handle import RunHandle
+from sapwood.runtime.handle import RunHandle, run_state
 from sapwood.runtime.settings import UNSET, resolve
 from sapwood.state.apply import apply
 from sapwood.state.extras import Extras, Stateful
@@ -84,6 +84,7 @@ class Checkpointer:
         self.metrics: dict[str, float] = {}
         self._run = run
         self._closed = False
+        place = _own_place(run, place)
         self._nodes = find_nodes(run.group)
         if isinstance(tiers, str):
             tiers = self._choose(tiers, place)
@@ -97,7 +98,7 @@ class Checkpointer:
             self._outcomes.pruners = self._make_pruners(retention)
         single = self.settings.mode == "single"
         self._pool = StagingPool(run, self._engine, single=single)
-        self._extras = Extras({**_schedulers(run), **(shared or {})}, own or {})
+        self._extras = Extras({**run_state(run), **(shared or {})}, own or {})
         self._saver = Saver(
             run,
             self.settings,
@@ -252,8 +253,10 @@ class Checkpointer:
             raise CheckpointError("this Checkpointer is closed; make a new one")
 
 
-def _schedulers(run: RunHandle) -> dict[str, Stateful]:
-    named: dict[str, Stateful] = {f"scheduler {n}": s for n, s in enumerate(run.schedulers)}
-    if run.scaler is not None:
-        named["scaler"] = run.scaler
-    return named
+def _own_place(run: RunHandle, place: str | Path) -> str | Path:
+    """A fork runs its parent's script, and must not take the parent's checkpoints for its own."""
+    if run.forked_from is None:
+        return place
+    own = f"{str(place).rstrip('/')}/forks/{run.id}"
+    log.info("checkpoints of this fork go to %s", own)
+    return own

@@ -16,13 +16,13 @@ from dataclasses import replace
 
 from sapwood.errors import ConfigError
 from sapwood.runtime.group import Group
+from sapwood.runtime.host import HOST, own_host
 from sapwood.tiers.make import peer_folder
 from sapwood.tiers.spec import NodeMap, TierSpec
 
 __all__ = ["HOST", "NODE", "find_nodes", "find_peers"]
 
 NODE = "SAPWOOD_NODE"
-HOST = "SAPWOOD_HOST"
 # Below the ports Linux gives to outgoing connections, and beside those a launcher may choose.
 _PORTS = range(10240, 20000)
 _TRIES = 50
@@ -50,7 +50,7 @@ def find_peers(group: Group, nodes: NodeMap, specs: Sequence[TierSpec]) -> NodeM
 
 
 def _free_address() -> str:
-    host = os.environ.get(HOST) or _own_host()
+    host = own_host()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.sample(_PORTS, _TRIES):
         with closing(socket.socket(family)) as trial:
@@ -60,15 +60,3 @@ def _free_address() -> str:
                 continue
             return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     raise ConfigError(f"no port of {host} is free; set {HOST} to an address of this machine")
-
-
-def _own_host() -> str:
-    """The address by which this machine talks to the one where the ranks meet."""
-    meeting = os.environ.get("MASTER_ADDR", "")
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        try:
-            probe.connect((meeting or "127.0.0.1", 9))  # nothing is sent
-        except OSError:
-            return "127.0.0.1"
-        host: str = probe.getsockname()[0]
-        return host

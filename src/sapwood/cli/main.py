@@ -17,6 +17,7 @@ __all__ = ["main"]
 
 _VERBS = {
     "run": "Start the ranks of a script on this machine, or join those of torchrun, srun, mpirun.",
+    "fork": "Fork a running training, without stopping it, onto ranks of its own.",
     "runs": "List the runs of a folder: their state, their step, and what they were forked from.",
     "trace": "Show where the time of a step went, as text, SVG or a Perfetto file.",
     "ckpt": "List, check, compare, mend, thin out and export checkpoints.",

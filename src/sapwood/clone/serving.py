@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,8 +85,13 @@ class Serving:
         self._buckets_of: dict[str, int] = {}
         self._budget = settings.patience
         self._open = False
+        self._go = threading.Event()
+        if not asked.get("standby"):
+            self._go.set()
         self._fire: int | None = None
         self._may_fire = False
+        self._taken: Callable[[], dict[str, Any]] = dict
+        self._ended = threading.Event()
         self._sent = threading.Event()
         self._lock = threading.Lock()
         self.over = threading.Event()
@@ -159,8 +164,8 @@ class Serving:
         if not self._contents.current():
             raise CloneError("the model's tensors were replaced during the step; try again")
         groups = self._run.optimizer.param_groups
-        extras = self._extras.take(step, groups, self._contents.plain)()
-        self._session.say(f"extras/{self._run.group.rank}", extras)
+        self._taken = self._extras.take(step, groups, self._contents.plain)
+        self._ended.set()
         if self.report.approach == "file":
             if self._run.group.rank == 0:
                 path = write_state(self._run.folder, self._session.name, self._contents)
@@ -198,6 +203,13 @@ class Serving:
             )
         for hold in self._holds[number]:
             hold.release()
+
+    def go(self) -> bool:
+        """Clones that stand by shall begin; whether these did."""
+        if self._go.is_set() or self.over.is_set():
+            return False
+        self._go.set()
+        return True
 
     # -- on a thread of its own --------------------------------------------------------------
 
@@ -244,8 +256,8 @@ class Serving:
                 on_failure=self.fail,
             )
         self._expect(manifest)
+        self._open = True  # before rank 0 can count on it
         session.count("opened")
-        self._open = True
         if self._run.group.rank == 0:
             session.until(
                 lambda: (
@@ -255,7 +267,9 @@ class Serving:
                 "waiting for the clones to post their receives",
                 timeout,
             )
-            self._may_fire = True
+            while not self._go.wait(0.1):
+                session.check()
+            self._may_fire = not self.over.is_set()
 
     def _open_link(self, manifest: Manifest) -> None:
         ends = Ends(
@@ -302,10 +316,12 @@ class Serving:
     def _follow(self) -> None:
         """Wait until all is sent, give the checksums, and see the clones begin."""
         session = self._session
-        while not self._sent.wait(0.05):
+        while not self._ended.wait(0.1):
             session.check()
-            if self.over.is_set():
-                return
+        if self.over.is_set():
+            return
+        session.say(f"extras/{self._run.group.rank}", self._taken())
+        self._sent.wait(self._settings.send_timeout)
         sender = self._sender
         if sender is not None:
             while not sender.finished.wait(0.02):
@@ -327,10 +343,18 @@ class Serving:
         self._session.fail(why)
         self.stop()
 
+    def last_words(self, why: str) -> None:
+        """The run ends: tell the clones, unless they have begun."""
+        if not self.report.done:
+            self.fail(why)
+        self.stop()
+
     def stop(self) -> None:
         """Let everybody go."""
         self.over.set()
         self._looked.set()
+        self._go.set()
+        self._ended.set()
         self._sent.set()
         if self._sender is not None:
             self._sender.stop()

@@ -24,7 +24,7 @@ from sapwood.runtime.stores import PrefixStore, Store, TCPStore
 
 __all__ = ["Session", "dial"]
 
-_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
+_FIRST_PAUSE, _LAST_PAUSE, _SHORT_PAUSE = 0.001, 0.05, 0.003
 
 
 def dial(host: str, port: int, timeout: float) -> Store:
@@ -91,20 +91,22 @@ class Session:
         if why is not None:
             raise CloneError(str(why))
 
-    def until(self, test: Callable[[], Any], what: str, timeout: float) -> Any:
-        """Wait until ``test`` gives something.
+    def until(
+        self, test: Callable[[], Any], what: str, timeout: float, *, soon: bool = False
+    ) -> Any:
+        """Wait until ``test`` gives something; ``soon``: it will not be long, and every ms counts.
 
         Raises:
             CloneError: the fork failed meanwhile, or it took longer than ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
-        pause = _FIRST_PAUSE
+        pause, longest = _FIRST_PAUSE, _SHORT_PAUSE if soon else _LAST_PAUSE
         while not (found := test()):
             self.check()
             if time.monotonic() > deadline:
                 raise CloneError(f"{what}: nothing for {timeout:g} s")
             time.sleep(pause)
-            pause = min(pause * 1.5, _LAST_PAUSE)
+            pause = min(pause * 1.5, longest)
         return found
 
     def close(self) -> None:

@@ -28,12 +28,14 @@ class CloneSettings:
     """Seconds a clone has to get ready after it was let in."""
     send_timeout: float = 60.0
     """Seconds a message may take; updates do not wait for it that long."""
+    step_timeout: float = 600.0
+    """Seconds a clone waits for the donors' step, and for what they send."""
     host: str = ""
     """The name or address under which clones reach rank 0; found by itself if empty."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        for name in ("patience", "join_timeout", "send_timeout"):
+        for name in ("patience", "join_timeout", "send_timeout", "step_timeout"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}, expected seconds")

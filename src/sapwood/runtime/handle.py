@@ -11,9 +11,24 @@ from torch import Tensor, nn
 
 from sapwood.events import EventBus
 from sapwood.runtime.group import Group
+from sapwood.state.extras import Stateful
 from sapwood.trace import Tracer
 
-__all__ = ["RunHandle"]
+__all__ = ["Parent", "RunHandle", "run_state"]
+
+
+class Parent(Protocol):
+    """Where a forked run came from."""
+
+    @property
+    def run(self) -> str:
+        """The parent's id."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """The step after which the two went their own ways."""
+        ...
 
 
 class RunHandle(Protocol):
@@ -70,6 +85,11 @@ class RunHandle(Protocol):
         ...
 
     @property
+    def forked_from(self) -> Parent | None:
+        """The run this one is a fork of, if it is one."""
+        ...
+
+    @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
         """Names per bucket; empty before the first backward."""
         ...
@@ -85,3 +105,11 @@ class RunHandle(Protocol):
     def resume_at(self, step: int) -> None:
         """Go on as if ``step`` steps had ended: their state has just been restored."""
         ...
+
+
+def run_state(run: RunHandle) -> dict[str, Stateful]:
+    """What a run steps beside its optimizer, by name: schedulers, and a gradient scaler."""
+    named: dict[str, Stateful] = {f"scheduler {n}": s for n, s in enumerate(run.schedulers)}
+    if run.scaler is not None:
+        named["scaler"] = run.scaler
+    return named

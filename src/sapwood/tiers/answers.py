@@ -8,9 +8,9 @@ from typing import Any
 
 from sapwood.errors import SapwoodError
 from sapwood.runtime import faults
+from sapwood.runtime.wire import BLOCK_BYTES, Connection, WireError
 from sapwood.tiers.blobs import BlobFile, BlobFolder
 from sapwood.tiers.keeper import Blob
-from sapwood.tiers.wire import BLOCK_BYTES, Connection, WireError
 
 __all__ = ["RECORD_LIMIT", "Answers"]
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from sapwood.errors import CheckpointError, ConfigError, TierError
+from sapwood.runtime.wire import Connection, Refused
 from sapwood.tiers.keeper import Blob
 from sapwood.tiers.spec import NodeMap
 from sapwood.tiers.transfers import Download, Upload, answer
-from sapwood.tiers.wire import Connection, Refused
 
 __all__ = ["Peer", "peers_of"]
 

@@ -23,9 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from sapwood.errors import ConfigError
+from sapwood.runtime.wire import Connection, Refused, WireError
 from sapwood.tiers.answers import Answers
 from sapwood.tiers.blobs import BlobFolder
-from sapwood.tiers.wire import Connection, Refused, WireError
 
 __all__ = ["PeerServer"]
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from sapwood.errors import CheckpointError, TierError
-from sapwood.tiers.wire import Connection
+from sapwood.runtime.wire import Connection
 
 __all__ = ["Download", "Upload", "answer"]
 

@@ -1,4 +1,4 @@
-"""How nodes talk about what they keep for each other: small JSON messages, then raw bytes.
+"""How processes on different machines talk: small JSON messages, then raw bytes.
 
 A message is four bytes of length and that much JSON. Where a message announces bytes, exactly that
 many follow. A connection begins with both sides proving that they know the token, by a keyed hash

@@ -1,0 +1,125 @@
+"""The memory a state arrives in, and knowing which tensors are complete.
+
+Tensors of the model arrive in their own memory where that is possible; the optimizer's, which a
+fresh run does not have yet, in memory that later becomes its state.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sapwood.clone.plan import Key, Message
+from sapwood.errors import CloneError
+from sapwood.state.catalog import Catalog
+from sapwood.state.contents import Contents, byte_view, to_torch_dtype
+from sapwood.tiers.digest import digest
+
+__all__ = ["Arrival"]
+
+
+class Arrival:
+    """The tensors of a state, filled message by message, in any order and on any thread."""
+
+    def __init__(
+        self, catalog: Catalog, contents: Contents, messages: Iterable[Message], algorithm: str
+    ) -> None:
+        """``contents`` is the fresh run's; ``messages`` are all that will come."""
+        self._algorithm = algorithm
+        self._targets: dict[Key, Tensor] = {}
+        self.memory: dict[Key, Tensor] = {}
+        for key, entry in catalog.by_key.items():
+            there = contents.tensors.get(key) if key[0] == "model" else None
+            view = None
+            if there is not None:
+                view = byte_view(there) if there.device.type == "cpu" else None
+                if view is None:
+                    self._targets[key] = there
+            self.memory[key] = (
+                torch.empty(entry.nbytes, dtype=torch.uint8) if view is None else view
+            )
+        self._catalog = catalog
+        self._left: Counter[Key] = Counter()
+        for message in messages:
+            self._left.update({part.key: 1 for part in message.parts})
+        self._events = {key: threading.Event() for key in catalog.by_key}
+        for key, event in self._events.items():
+            if not self._left[key]:
+                event.set()  # it has no bytes
+        self._lock = threading.Lock()
+        self.digests: dict[int, str] = {}
+        self.problem: Exception | None = None
+
+    def place_for(self, message: Message) -> Tensor:
+        """Where a message's bytes go: into a tensor, or, packed, beside."""
+        if len(message.parts) == 1:
+            part = message.parts[0]
+            return self.memory[part.key][part.start : part.stop]
+        return torch.empty(message.nbytes, dtype=torch.uint8)
+
+    def arrived(self, message: Message, data: Tensor) -> None:
+        """A message is there, in the memory it was given."""
+        self.digests[message.tag] = digest(data.numpy(), self._algorithm)
+        if len(message.parts) > 1:
+            at = 0
+            for part in message.parts:
+                self.memory[part.key][part.start : part.stop] = data[at : at + part.nbytes]
+                at += part.nbytes
+        with self._lock:
+            keys = {part.key for part in message.parts}
+            for key in keys:
+                self._left[key] -= 1
+            done = [key for key in keys if not self._left[key]]
+        for key in done:
+            self._complete(key)
+
+    def fill(self, tensors: Mapping[Key, Tensor]) -> None:
+        """Everything at once."""
+        for key, data in tensors.items():
+            self.memory[key].copy_(data)
+            self._complete(key)
+
+    def fail(self, problem: Exception) -> None:
+        """Nothing more will come; whoever waits is told."""
+        self.problem = self.problem or problem
+        for event in self._events.values():
+            event.set()
+
+    def wait(self, keys: Iterable[Key], timeout: float) -> None:
+        """Wait until these tensors are complete.
+
+        Raises:
+            CloneError: they will not be.
+        """
+        for key in keys:
+            if not self._events[key].wait(timeout):
+                raise CloneError(f"{key[0]} {key[1]} has not arrived for {timeout:g} s")
+        if self.problem is not None:
+            raise CloneError(f"the state did not arrive: {self.problem}") from self.problem
+
+    def check(self, expected: Mapping[int, str], messages: Sequence[Message]) -> None:
+        """Compare checksums with what the donors have sent.
+
+        Raises:
+            CloneError: some differ; which tensors.
+        """
+        bad = [m for m in messages if self.digests.get(m.tag) != expected.get(m.tag)]
+        if bad:
+            names = sorted({f"{p.key[0]} {p.key[1]}" for m in bad for p in m.parts})
+            raise CloneError(
+                f"{len(bad)} of {len(messages)} messages were changed on their way, of "
+                f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''}"
+            )
+
+    def _complete(self, key: Key) -> None:
+        target = self._targets.get(key)
+        if target is not None:
+            entry = self._catalog.by_key[key]
+            value = self.memory[key].view(to_torch_dtype(entry.dtype)).view(entry.shape)
+            with torch.no_grad():
+                target.copy_(value)
+        self._events[key].set()

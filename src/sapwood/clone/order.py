@@ -1,0 +1,80 @@
+"""What ``sapwood fork`` tells the ranks it starts: whom to ask, and what shall be different."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sapwood.clone.door import Address
+from sapwood.errors import CloneError, ConfigError
+
+__all__ = ["ENV", "ForkOrder", "ForkedFrom", "parse_overrides", "read_order"]
+
+ENV = "SAPWOOD_FORK"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkedFrom:
+    """Where a run came from."""
+
+    run: str
+    """The parent's id."""
+    step: int
+    """The step after which the two go their own ways."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkOrder:
+    """A fork to be made."""
+
+    address: Address
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    approach: str = ""
+    """What the run is set to, if empty."""
+    transport: str = ""
+    standby: bool = False
+    """Get ready, and wait until the run says so."""
+
+    def encode(self) -> str:
+        """For the environment."""
+        return json.dumps(asdict(self))
+
+
+def read_order() -> ForkOrder | None:
+    """The order in the environment, if there is one.
+
+    Raises:
+        CloneError: it is not what ``sapwood fork`` writes.
+    """
+    text = os.environ.get(ENV)
+    if not text:
+        return None
+    try:
+        fields = json.loads(text)
+        return ForkOrder(**{**fields, "address": Address(**fields["address"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise CloneError(f"{ENV} is set, but not by `sapwood fork`: {error}") from error
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """``optimizer.lr=0.01`` and the like, by path; values are JSON where they can be.
+
+    Raises:
+        ConfigError: one has no ``=``, or no path.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        if not equals or not path.strip():
+            raise ConfigError(
+                f"--set {text!r}: expected a path and a value, as in optimizer.lr=0.1"
+            )
+        try:
+            found[path.strip()] = json.loads(value)
+        except ValueError:
+            found[path.strip()] = value
+    return found

@@ -1,0 +1,314 @@
+"""The clones' side: a fresh group of ranks that receives the state of a running one.
+
+Every rank gets its share from the donors and passes it on to the other clones, message by message
+as they arrive; so the state is whole soon after the last one was sent, and a layer can be used as
+soon as its own tensors are there. The state counts only when all clones have verified all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sapwood.clone.arrival import Arrival
+from sapwood.clone.door import ask
+from sapwood.clone.filed import read_state
+from sapwood.clone.manifest import Manifest, versions
+from sapwood.clone.order import ForkedFrom, ForkOrder
+from sapwood.clone.plan import Message
+from sapwood.clone.session import Session, dial
+from sapwood.clone.settings import CloneSettings
+from sapwood.errors import CloneError, SapwoodError
+from sapwood.runtime import faults
+from sapwood.runtime.group import Group
+from sapwood.state.apply import GivenState
+from sapwood.state.catalog import Catalog, differences
+from sapwood.state.contents import Contents, collect
+from sapwood.transport.base import Ends, Link
+from sapwood.transport.choose import open_link
+
+__all__ = ["Receiver"]
+
+log = logging.getLogger(__name__)
+_ANSWER = 30.0
+_SHOWN = 20
+
+
+class Receiver:
+    """One clone's part in a fork."""
+
+    def __init__(
+        self,
+        order: ForkOrder,
+        group: Group,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: CloneSettings,
+    ) -> None:
+        """Ask, agree, and be ready to receive; returns when the donors' step has ended.
+
+        Raises:
+            CloneError: the run refuses, has another model, or something failed on the way.
+        """
+        self._group, self._settings = group, settings
+        self._link: Link | None = None
+        self._session: Session | None = None
+        self._threads: list[threading.Thread] = []
+        self._relay: dist.ProcessGroup | None = None
+        self._extras: dict[int, Any] = {}
+        self._fired = threading.Event()
+        self._over = False
+        try:
+            self._session = session = self._ask(order)
+            self._manifest = manifest = self._agree(session)
+            self.catalog = Catalog.from_json(manifest.catalog)
+            contents = collect(model, optimizer, lambda name: (0,))
+            self._check_model(contents)
+            self._prepare(session, manifest, contents)
+            self.forked_from = self._wait_for_step(session, order)
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
+    # -- coming together ---------------------------------------------------------------------
+
+    def _ask(self, order: ForkOrder) -> Session:
+        """Rank 0 asks for all; every rank hears the answer, also a refusal."""
+        group = self._group
+        hosts = group.gather_text("host", platform.node())
+        answer: dict[str, Any] = {}
+        if group.rank == 0:
+            request = {
+                "versions": versions(),
+                "hosts": hosts,
+                "approach": order.approach,
+                "transport": order.transport,
+                "standby": order.standby,
+            }
+            try:
+                answer = ask(order.address, request)
+            except CloneError as error:
+                answer = {"error": str(error)}
+        answer = json.loads(group.share_text("answer to a fork", json.dumps(answer)))
+        if "error" in answer:
+            raise CloneError(answer["error"])
+        near = order.address.node == platform.node()
+        store = dial("127.0.0.1" if near else answer["host"], int(answer["port"]), _ANSWER)
+        return Session(store, answer["session"], timeout=_ANSWER)
+
+    def _agree(self, session: Session) -> Manifest:
+        timeout = self._settings.step_timeout
+        what = "waiting for the run to end a step"
+        text = session.until(lambda: session.heard("manifest"), what, timeout)
+        return Manifest.decode(text)
+
+    def _check_model(self, contents: Contents) -> None:
+        wanted = {k: e for k, e in contents.catalog.by_key.items() if k[0] == "model"}
+        theirs = Catalog(tuple(e for e in self.catalog.entries if e.file == "model"))
+        lines = [line.replace("the checkpoint", "the run") for line in differences(theirs, wanted)]
+        if lines:
+            more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+            raise CloneError(
+                "the run to be cloned has another model:\n  "
+                + "\n  ".join([*lines[:_SHOWN], *more])
+            )
+
+    def _prepare(self, session: Session, manifest: Manifest, contents: Contents) -> None:
+        self.plan = manifest.plan()
+        rank = self._group.rank
+        whole = manifest.approach == "p2p"
+        self._mine = self.plan.received_by(rank)
+        self._others = [] if whole else [m for m in self.plan.messages if m.clone != rank]
+        self._messages = self._mine if whole else list(self.plan.messages)
+        self.arrival = Arrival(self.catalog, contents, self._messages, manifest.algorithm)
+        session.count("agreed")
+        if manifest.approach != "file":
+            if not whole and self._group.world > 1:
+                patience = timedelta(seconds=self._group.timeout)
+                self._relay = dist.new_group(backend="gloo", timeout=patience)
+            self._post(session, manifest)
+        session.count("posted")
+
+    def _post(self, session: Session, manifest: Manifest) -> None:
+        """Post every receive, before the donors are told to send."""
+        ends = Ends(
+            me=manifest.donors + self._group.rank,
+            donors=manifest.donors,
+            hosts=manifest.hosts,
+            timeout=self._settings.join_timeout,
+        )
+        self._link = link = open_link(manifest.transport, session.raw, ends)
+        coming = []
+        for message in self._mine:
+            data = self.arrival.place_for(message)
+            coming.append((message, data, link.recv(message.donor, message.tag, data)))
+        passed = []
+        for message in self._others:
+            data = self.arrival.place_for(message)
+            work = dist.irecv(data, message.clone, group=self._relay, tag=message.tag)
+            passed.append((message, data, work))
+        self._start("sapwood-clone-receive", lambda: self._receive(coming))
+        if passed:
+            self._start("sapwood-clone-relay", lambda: self._receive_passed(passed))
+
+    def _wait_for_step(self, session: Session, order: ForkOrder) -> ForkedFrom:
+        timeout = self._settings.step_timeout
+        patience = math.inf if order.standby else timeout
+        step = session.until(
+            lambda: session.heard("fire"), "waiting for a step to be sent", patience
+        )
+        self._fired.set()
+        for donor in {0, self._group.rank} & set(range(self._manifest.donors)):
+            what = f"waiting for donor {donor} to end its step"
+            key = f"extras/{donor}"
+            self._extras[donor] = session.until(
+                lambda key=key: session.heard(key),  # type: ignore[misc]
+                what,
+                timeout,
+                soon=True,
+            )
+        return ForkedFrom(run=self._manifest.run, step=int(step), overrides=order.overrides)
+
+    # -- receiving, on threads ---------------------------------------------------------------
+
+    def _start(self, name: str, work: Any) -> None:
+        thread = threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _guarded(self, work: Any) -> None:
+        try:
+            work()
+        except (SapwoodError, RuntimeError, OSError) as error:
+            self.arrival.fail(error)
+        except Exception as error:
+            log.exception("unforeseen, while receiving a state")
+            self.arrival.fail(error)
+
+    def _receive(self, coming: Sequence[Any]) -> None:
+        if not self._wait_for_fire():
+            return
+        passing: list[tuple[Any, Any]] = []  # the memory must stay until it is sent
+        for message, data, transfer in coming:
+            transfer.wait(self._settings.step_timeout)
+            faults.point("clone.arrived", tag=message.tag)
+            if self._relay is not None:
+                passing += [
+                    (data, dist.isend(data, other, group=self._relay, tag=message.tag))
+                    for other in range(self._group.world)
+                    if other != self._group.rank
+                ]
+            self.arrival.arrived(message, data)
+        for _, work in passing:
+            work.wait(timedelta(seconds=self._settings.step_timeout))
+
+    def _wait_for_fire(self) -> bool:
+        """Waiting for a message has a limit, and cannot be taken up again; this can."""
+        while not self._fired.wait(0.5):
+            if self._over:
+                return False
+        return not self._over
+
+    def _receive_passed(self, passed: Sequence[tuple[Message, Any, Any]]) -> None:
+        if not self._wait_for_fire():
+            return
+        for message, data, work in passed:
+            work.wait(timedelta(seconds=self._settings.step_timeout))
+            self.arrival.arrived(message, data)
+
+    # -- becoming a run ----------------------------------------------------------------------
+
+    def finish(self) -> GivenState:
+        """The state, when every clone has verified all of it.
+
+        Raises:
+            CloneError: it did not arrive, was changed on its way, or another clone failed.
+        """
+        session = self._session
+        assert session is not None
+        timeout = self._settings.step_timeout
+        try:
+            if self._manifest.approach == "file":
+                self._read_file(session)
+            self.arrival.wait(self.catalog.by_key, timeout)
+            for thread in self._threads:
+                thread.join(timeout)
+            if self._manifest.approach != "file":
+                self.arrival.check(self._expected(session), self._messages)
+            faults.point("clone.verified")
+            self._commit(session, timeout)
+        except BaseException as error:
+            self.abandon(error)
+            raise
+        self.close()
+        return GivenState(
+            catalog=self.catalog,
+            tensors={key: memory.numpy() for key, memory in self.arrival.memory.items()},
+            common=self._extras[0],
+            mine=self._extras.get(self._group.rank, {}),
+        )
+
+    @property
+    def extras(self) -> tuple[Any, Any]:
+        """What belongs to all, and to this rank (empty if the donors have no such rank)."""
+        return self._extras[0], self._extras.get(self._group.rank, {})
+
+    def _read_file(self, session: Session) -> None:
+        what, timeout = "waiting for the file", self._settings.step_timeout
+        home = session.until(lambda: session.heard("file"), what, timeout)
+        found = read_state(Path(home), self.catalog)
+        self.arrival.fill({key: torch.from_numpy(data) for key, data in found.items()})
+
+    def _expected(self, session: Session) -> dict[int, str]:
+        """The donors' checksums, by tag."""
+        found: dict[int, str] = {}
+        for donor in sorted({m.donor for m in self._messages}):
+            what, timeout = f"waiting for donor {donor}'s checksums", self._settings.step_timeout
+            key = f"digests/{donor}"
+            told = session.until(
+                lambda key=key: session.heard(key),  # type: ignore[misc]
+                what,
+                timeout,
+                soon=True,
+            )
+            found |= {int(tag): mark for tag, mark in told.items()}
+        return found
+
+    def _commit(self, session: Session, timeout: float) -> None:
+        """All begin, or none."""
+        if session.count("verified") == self._manifest.clones:
+            session.say("ready", True)
+        what = "waiting for the other clones"
+        session.until(lambda: session.heard("ready"), what, timeout, soon=True)
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell everybody that this fork failed, and close."""
+        if self._session is not None:
+            self._session.fail(f"clone {self._group.rank}: {error}")
+        self.close()
+
+    def close(self) -> None:
+        """Drop the link and the group; whoever still uses them is told."""
+        self._over = True
+        self._fired.set()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        for thread in self._threads:
+            thread.join(5.0)
+        if self._relay is not None:
+            dist.destroy_process_group(self._relay)
+            self._relay = None
+        if self._session is not None:
+            self._session.close()

@@ -1,0 +1,199 @@
+"""Forks that cannot be: clear words for the clones, and a donor that goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sapwood
+from sapwood.clone.door import Address, ask
+from sapwood.clone.manifest import versions
+from sapwood.clone.order import ENV, ForkOrder
+from sapwood.errors import CloneError
+from sapwood.testing import ranks
+from sapwood.testing.faults import env as faulty
+from tests.clone.forking import (
+    MORE,
+    donate,
+    donors,
+    failed_with,
+    home_of,
+    order,
+    receive,
+    stop,
+)
+
+
+def a_fork_still_works(folder: Path, world: int = 2) -> None:
+    clones = ranks.spawn(receive, world, folder / "again", env=order(home_of(folder)))
+    assert {clone["parent"] for clone in clones} == {home_of(folder).name}
+
+
+def test_a_wrong_token(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("0" * 32)
+    with donors(tmp_path, 1) as group:
+        address = Address.read(home_of(tmp_path))
+        lie = Address(
+            host=address.host, port=address.port, node=address.node, token_file=str(wrong)
+        )
+        env = {ENV: ForkOrder(address=lie).encode()}
+        assert "does not take the token" in failed_with(tmp_path / "clone", 1, env)
+        with pytest.raises(CloneError, match="cannot read the run's token"):
+            ask(Address(host="", port=1, node="", token_file="/nowhere/token"), {})
+        a_fork_still_works(tmp_path, 1)
+        (seen,) = stop(tmp_path, group)
+    assert len(seen["forks"]) == 1
+
+
+def test_other_versions(tmp_path: Path) -> None:
+    with donors(tmp_path, 1) as group:
+        address = Address.read(home_of(tmp_path))
+        request = {"versions": {**versions(), "sapwood": "0.0.0"}, "hosts": ["here"]}
+        with pytest.raises(CloneError, match=r"the clones sapwood 0\.0\.0"):
+            ask(address, request)
+        for nonsense in ({}, {"versions": versions()}, {"versions": versions(), "hosts": []}):
+            with pytest.raises(CloneError, match="the run refuses"):
+                ask(address, nonsense)
+        stop(tmp_path, group)
+
+
+def other_model(folder: Path) -> None:
+    model = torch.nn.Linear(3, 5)
+    sapwood.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=folder)
+
+
+def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
+    with donors(tmp_path, 2) as group:
+        with pytest.raises(sapwood.SapwoodError) as caught:
+            ranks.spawn(other_model, 2, tmp_path / "clone", env=order(home_of(tmp_path)))
+        assert "has another model" in str(caught.value)
+        for name in ("conv.weight", "head.bias", "model weight", "model bias"):
+            assert name in str(caught.value)
+        a_fork_still_works(tmp_path)
+        seen = stop(tmp_path, group)
+    assert [done for _, done, _, _ in seen[0]["forks"]] == [False, True]
+
+
+def test_a_run_that_ended(tmp_path: Path) -> None:
+    with donors(tmp_path, 1) as group:
+        home = home_of(tmp_path)
+        late = order(home)
+        stop(tmp_path, group)
+    assert "token" in failed_with(tmp_path / "clone", 1, late)
+    with pytest.raises(CloneError, match="takes no clones"):
+        Address.read(home)
+    assert not (home / "token").exists()
+
+
+def test_nonsense_in_the_environment(tmp_path: Path) -> None:
+    assert "not by `sapwood fork`" in failed_with(tmp_path, 1, {ENV: json.dumps({"a": 1})})
+
+
+def test_an_override_that_leads_nowhere(tmp_path: Path) -> None:
+    with donors(tmp_path, 1) as group:
+        env = order(home_of(tmp_path), overrides={"optimizer.rl": 0.1})
+        message = failed_with(tmp_path / "clone", 1, env)
+        assert "optimizer.rl leads nowhere" in message
+        assert "weight_decay" in message
+        stop(tmp_path, group)
+
+
+# -- clones and donors that die or stop ------------------------------------------------------
+
+
+POINTS = ["clone.arrived:kill@1", "clone.arrived:kill@3", "clone.verified:kill"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_a_clone_is_killed_and_the_donors_go_on(tmp_path: Path, point: str, transport: str) -> None:
+    with donors(tmp_path, 2, patience=1.0, join_timeout=5.0) as group:
+        home = home_of(tmp_path)
+
+        def environment(rank: int) -> dict[str, str]:
+            return order(home, transport=transport) | (faulty(point) if rank == 1 else {})
+
+        with ranks.start(receive, 2, tmp_path / "clone", env=environment) as clones:
+            outcomes = clones.wait(timeout=60)
+        assert outcomes[1].signal == signal.SIGKILL
+        assert outcomes[0].error is not None
+        a_fork_still_works(tmp_path)
+        seen = stop(tmp_path, group)
+    for donor in seen:
+        (_, done, failure, waited), (_, again, _, _) = donor["forks"]
+        assert not done
+        assert failure
+        assert again
+        assert waited < 5
+
+
+def until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, "it was never stopped"
+        time.sleep(0.02)
+
+
+def test_a_stopped_clone_is_given_up_within_the_bound(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"patience": 0.5, "join_timeout": 4.0, "send_timeout": 4.0}
+    with donors(tmp_path, 2, **options) as group:
+        home = home_of(tmp_path)
+        env = order(home) | faulty("clone.arrived:stop@2")
+        with ranks.start(receive, 2, tmp_path / "clone", env=env) as clones:
+            for pid in clones.pids:
+                until_stopped(pid)
+            a_fork_still_works(tmp_path)
+            seen = stop(tmp_path, group)
+            for rank in range(2):
+                clones.kill(rank, signal.SIGKILL)
+            clones.wait(timeout=30)
+    for donor in seen:
+        assert [done for _, done, _, _ in donor["forks"]] == [False, True]
+        assert all(waited < 4 for _, _, _, waited in donor["forks"])
+
+
+def test_donors_that_die_in_mid_fork_take_no_clone_along_unnoticed(tmp_path: Path) -> None:
+    def environment(rank: int) -> dict[str, str]:
+        return faulty("clone.send:kill@2") if rank == 1 else {}
+
+    with ranks.start(donate, 2, tmp_path, env=environment) as group:
+        for rank in range(2):
+            group.wait_mark("open", rank=rank, timeout=60)
+        message = failed_with(tmp_path / "clone", 2, order(home_of(tmp_path)))
+        group.wait(timeout=60)
+    assert "CloneError" in message or "clone" in message
+
+
+def test_a_late_clone_is_not_waited_for(tmp_path: Path) -> None:
+    """It asks, and then nothing is heard of it."""
+    with donors(tmp_path, 2, join_timeout=1.0) as group:
+        home = home_of(tmp_path)
+        ask(Address.read(home), {"versions": versions(), "hosts": ["here"]})
+        a_fork_still_works(tmp_path)
+        seen = stop(tmp_path, group)
+    for donor in seen:
+        (_, done, failure, waited), (_, again, _, _) = donor["forks"]
+        assert (done, again, waited) == (False, True, 0.0)
+        assert "waiting for the clones" in failure
+        assert len(donor["losses"]) > MORE
+
+
+def test_a_stopped_donor_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    def environment(rank: int) -> dict[str, str]:
+        return faulty("clone.send:stop@2") if rank == 1 else {}
+
+    with ranks.start(donate, 2, tmp_path, env=environment) as group:
+        for rank in range(2):
+            group.wait_mark("open", rank=rank, timeout=60)
+        env = order(home_of(tmp_path)) | {"SAPWOOD_STEP_TIMEOUT": "3"}
+        assert "clone" in failed_with(tmp_path / "clone", 2, env)
+        group.kill(1, signal.SIGCONT)
+        seen = stop(tmp_path, group)
+    assert [done for _, done, _, _ in seen[0]["forks"]] == [False]
