@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _COURTESY, _COURTESY_LATER = 3.0, 0.5
 _ANSWER = 10.0
 _FIRST_SEARCH, _SEARCH_EVERY = 0.2, 2.0
-_END = 5.0
+_END = 20.0
 
 
 class NodeEngine:
