@@ -40,7 +40,7 @@ class _Bucket:
     begun: set[int] = field(default_factory=set)
     live: set[int] = field(default_factory=set)
     """Tags under way whose bytes are read from the tensors themselves."""
-    hold: Hold | None = None
+    holds: Sequence[Hold] = ()
     marker: Marker | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -88,14 +88,13 @@ class Sender:
 
     # -- called by whoever updates -----------------------------------------------------------
 
-    def ready(self, bucket: int, hold: Hold | None = None, marker: Marker | None = None) -> None:
-        """A bucket has its values, and keeps them until ``hold`` is released."""
+    def ready(self, bucket: int, holds: Sequence[Hold] = (), marker: Marker | None = None) -> None:
+        """A bucket has its values, and keeps them until ``holds`` are released."""
         found = self._buckets.get(bucket)
         if found is None or self.failed:
-            if hold is not None:
-                hold.release()
+            _release(holds)
             return
-        found.hold, found.marker = hold, marker
+        found.holds, found.marker = holds, marker
         self._queue.put(found)
 
     def copy_aside(self, bucket: int) -> None:
@@ -131,8 +130,7 @@ class Sender:
         """Give up; whoever waits goes on."""
         self.failed = True
         for bucket in self._buckets.values():
-            if bucket.hold is not None:
-                bucket.hold.release()
+            _release(bucket.holds)
             bucket.done.set()
         self._queue.put(None)
 
@@ -203,8 +201,7 @@ class Sender:
             self._settled(bucket)
 
     def _settled(self, bucket: _Bucket) -> None:
-        if bucket.hold is not None:
-            bucket.hold.release()
+        _release(bucket.holds)
         bucket.done.set()
 
     # -- bytes -------------------------------------------------------------------------------
@@ -227,3 +224,8 @@ class Sender:
             views.append(view[part.start : part.stop])
         data = views[0] if len(views) == 1 else torch.cat(views)
         return data if data.device.type == "cpu" else data.cpu()
+
+
+def _release(holds: Sequence[Hold]) -> None:
+    for hold in holds:
+        hold.release()

@@ -21,7 +21,7 @@ from sapwood.clone.sender import Sender
 from sapwood.clone.session import Session
 from sapwood.clone.settings import CloneSettings
 from sapwood.errors import CloneError, SapwoodError
-from sapwood.events import Hold, TensorUpdated
+from sapwood.events import Hold, Marker, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
 from sapwood.state.contents import Contents, collect
@@ -82,6 +82,7 @@ class Serving:
         self._sender: Sender | None = None
         self._waiting: dict[int, set[str]] = {}
         self._holds: dict[int, list[Hold]] = {}
+        self._markers: dict[int, Marker | None] = {}
         self._buckets_of: dict[str, int] = {}
         self._budget = settings.patience
         self._open = False
@@ -147,17 +148,16 @@ class Serving:
         with self._lock:
             self._waiting[number] -= set(event.names)
             self._holds[number].append(hold)
+            self._markers[number] = event.marker
             complete = not self._waiting[number]
         if complete and self.report.approach == "deepclone":
-            self._launch(number, event)
+            self._launch(number)
 
-    def _launch(self, number: int, event: TensorUpdated | None) -> None:
+    def _launch(self, number: int) -> None:
         assert self._sender is not None
         faults.point("clone.send", bucket=number)
-        hold = _Joint(self._holds[number])
-        marker = None if event is None else event.marker
         self._waiting.pop(number)
-        self._sender.ready(number, hold, marker)  # type: ignore[arg-type]
+        self._sender.ready(number, self._holds[number], self._markers[number])
 
     def _end(self, step: int) -> None:
         assert self._contents is not None
@@ -175,7 +175,7 @@ class Serving:
         assert self._sender is not None
         for number in list(self._waiting):
             if not self._waiting[number] and self._holds[number]:
-                self._launch(number, None)
+                self._launch(number)
             else:
                 # Not updated in this step: nothing keeps these from changing in the next.
                 self._waiting.pop(number)
@@ -375,17 +375,6 @@ class Serving:
     def join(self, timeout: float) -> None:
         """Wait for the thread."""
         self._thread.join(timeout)
-
-
-class _Joint:
-    """Several holds as one."""
-
-    def __init__(self, holds: list[Hold]) -> None:
-        self._holds = holds
-
-    def release(self) -> None:
-        for hold in self._holds:
-            hold.release()
 
 
 def _buckets(run: RunHandle, contents: Contents) -> list[list[Key]]:
