@@ -1,0 +1,103 @@
+"""What the fork benchmark computes from its answers, and how its two groups find each other."""
+
+import threading
+
+import pytest
+
+from benchmarks.contenders import fork_meeting
+from benchmarks.contenders.fork_costs import RAW, derive, fork_metrics
+
+
+def donor(**changes: object) -> dict:
+    return {
+        "steps": [0.1, 0.3, 0.2],
+        "backwards": [0.05, 0.1, 0.1],
+        "step_cpu": 0.25,
+        "asked": 0.5,
+        "begun": 10.0,
+        "backward_at": 10.05,
+        "ended": 10.2,
+        "pair": 0.5,
+        "cpu": 2.0,
+        "trained": 4,
+        "sent": 3_000_000,
+        **changes,
+    }
+
+
+def test_the_slowest_rank_on_either_side_counts() -> None:
+    donors = [donor(), donor(begun=10.01, ended=10.25, pair=0.6, steps=[0.2, 0.2, 0.2])]
+    found = fork_metrics(donors, [{"ready": 10.3}, {"ready": 10.45}], 500_000_000)
+    assert found == pytest.approx(
+        {
+            "step": 200,
+            "readiness": 200,
+            "standby": 450,
+            "standby_passes": 4,
+            "join": 9500,
+            "sent": 6,
+            "pair": 600,
+            "used": 2,
+            "trained": 4,
+            "step_cpu": 0.25,
+            "gigabytes": 1,
+        }
+    )
+
+
+def turn_of(step: float, pair: float, step_cpu: float) -> dict[str, float]:
+    raw = {"pair": pair, "used": 2.0, "trained": 4, "step_cpu": step_cpu, "gigabytes": 0.5}
+    assert set(raw) == set(RAW)
+    return {"step": step, **raw}
+
+
+def test_costs_are_beyond_ordinary_steps_of_the_same_trainer_and_round() -> None:
+    measured = {
+        "sapwood": turn_of(100, 230, 0.25),
+        "sapwood lazy": turn_of(110, 230, 0.25),
+        "sapwood file": turn_of(120, 520, 0.25),
+        "p2p gloo": turn_of(200, 500, 0.5),
+        "torchft pg": {},
+    }
+    derive(measured)
+    assert measured["sapwood"] == pytest.approx(
+        {"step": 100, "overhead": 10, "overhead_step": 10 / 1.1, "cpu": 2}
+    )
+    assert measured["sapwood file"]["overhead"] == pytest.approx(300)
+    assert measured["p2p gloo"]["overhead"] == pytest.approx(100)
+    assert measured["p2p gloo"]["cpu"] == pytest.approx(0)
+    assert measured["torchft pg"] == {}
+
+
+@pytest.fixture
+def turns() -> list[fork_meeting.Turn]:
+    store = fork_meeting.host()
+    ends = [store, fork_meeting.visit(store.port)]
+    return [fork_meeting.Turn(end, 7) for end in ends]
+
+
+def test_both_sides_hear_each_other(turns: list[fork_meeting.Turn]) -> None:
+    here, there = turns
+    here.say("go", "a place")
+    assert there.hear("go") == "a place"
+    there.count("ready", 2)
+    assert not here.heard("ready")
+    here.count("ready", 2)
+    assert here.hear("ready") is None
+
+
+def test_who_waits_is_told_that_the_other_side_failed(turns: list[fork_meeting.Turn]) -> None:
+    here, there = turns
+    caught: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            there.hear("never")
+        except fork_meeting.OtherSideFailed as error:
+            caught.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    here.fail("out of memory")
+    waiting.join(20)
+    assert str(caught[0]) == "out of memory"
