@@ -1,11 +1,17 @@
 """What the fork benchmark computes from its answers, and how its two groups find each other."""
 
+import json
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from benchmarks.contenders import fork_meeting
 from benchmarks.contenders.fork_costs import RAW, derive, fork_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def donor(**changes: object) -> dict:
@@ -101,3 +107,36 @@ def test_who_waits_is_told_that_the_other_side_failed(turns: list[fork_meeting.T
     here.fail("out of memory")
     waiting.join(20)
     assert str(caught[0]) == "out of memory"
+
+
+RUN = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from contenders.fork_session import ForkSession
+sizes = {"nt3": {"mb": 0.5, "filters": 4, "batch_size": 2}}
+names = json.loads(sys.argv[2])
+options = {"workloads": sizes, "baseline_steps": 1}
+session = ForkSession({"workload": "nt3", "ranks": 2}, names, options)
+try:
+    measured = {name: session.measure(name) for name in names}
+    print(json.dumps([measured, vars(session.finish())]))
+finally:
+    session.close()
+"""
+
+
+def test_a_fork_is_measured_from_both_sides() -> None:
+    names = ["sapwood", "p2p gloo", "loopback"]
+    command = [sys.executable, "-c", RUN, str(ROOT / "benchmarks"), json.dumps(names)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    measured, extra = json.loads(done.stdout)
+    assert extra["failed_checks"] == []
+    assert [name for name in extra["facts"] if name.startswith("not run")] == []
+    state = measured["loopback"]["sent"]
+    assert measured["sapwood"]["sent"] == pytest.approx(state, rel=0.01)
+    assert measured["p2p gloo"]["sent"] == pytest.approx(2 * state, rel=0.01)
+    for found in measured.values():
+        assert found["standby"] > found["readiness"] > 0
+        assert found["pair"] > 0
+        assert found["trained"] >= 2
