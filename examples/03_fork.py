@@ -41,7 +41,7 @@ class Samples:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000, help="the step to train to")
+    parser.add_argument("--steps", type=int, default=2000, help="how many steps to train from here")
     parser.add_argument("--pause", type=float, default=0.01, help="seconds to rest after a step")
     options = parser.parse_args()
 
@@ -58,7 +58,8 @@ def main() -> None:
             parent = run.forked_from
             from_where = f"forked from {parent.run}" if parent else "a new run"
             print(f"{run.id}: {from_where}, {run.world} ranks, at step {run.step_count}")
-        while run.step_count < options.steps:
+        last = run.step_count + options.steps
+        while run.step_count < last:
             x, y = samples.batch()
             loss = nn.functional.cross_entropy(run.model(x), y)
             loss.backward()

@@ -116,17 +116,14 @@ class Run:
         try:
             context = self._start(model, scaler, id, places, sync)
         except BaseException as error:
-            if self._fork is not None:
-                self._fork.abandon()
+            self._abandon_fork()
             self.group.board.post(f"{type(error).__name__}: {error}")
             self.group.close()
             raise
         self._mode = context.mode
         self.model = self._engine.model
         self._at_exit = AtExit(self.close)
-        if self._fork is not None:
-            self.resume_at(self._fork.forked_from.step)
-            self._fork.attach(self)
+        self._go_on_as_fork()
 
     def _start(
         self,
@@ -284,6 +281,15 @@ class Run:
             default if self.forked_from is None else self.forked_from.overrides.get(path, default)
         )
 
+    def _go_on_as_fork(self) -> None:
+        if self._fork is not None:
+            self.resume_at(self._fork.forked_from.step)
+            self._fork.attach(self)
+
+    def _abandon_fork(self) -> None:
+        if self._fork is not None:
+            self._fork.abandon()
+
     def wait_ready(self) -> None:
         """In a fork, wait until its whole state is there: before you look at weights yourself."""
         if self._fork is not None:
@@ -342,8 +348,7 @@ class Run:
         self._closed = True
         self._at_exit.forget()
         error = error or self.group.board.uncaught
-        if self._fork is not None:
-            self._fork.abandon()
+        self._abandon_fork()
         if self._donor is not None:
             self._donor.close()
         if error is None:

@@ -37,18 +37,23 @@ def donate(folder: Path, kind: str = "adamw", **settings: Any) -> dict[str, Any]
     ranks.mark("open")
     last = None
     while last is None or run.step_count < last:
-        losses[run.step_count + 1] = training.step()
+        loss = training.step()
+        losses[run.step_count] = loss
         state = training.state()
         states[run.step_count] = digest(state)
         weights[run.step_count] = digest(state, without="random")
         time.sleep(0.005)
-        stop = (folder / "stop").exists()
-        if last is None and run.group.share_text("stop", str(stop)) == "True":
+        if last is None and told_to_stop(run, folder):
             last = run.step_count + MORE
     forks = run.forks
     training.close()
     found = [(f.step, f.done, f.failure, f.waited_seconds) for f in forks]
     return {"losses": losses, "states": states, "weights": weights, "forks": found}
+
+
+def told_to_stop(run: sapwood.Run, folder: Path) -> bool:
+    """The same on all ranks."""
+    return run.group.share_text("stop", str((folder / "stop").exists())) == "True"
 
 
 def receive(folder: Path, kind: str = "adamw", *, serve: bool = False) -> dict[str, Any]:
@@ -65,7 +70,7 @@ def receive(folder: Path, kind: str = "adamw", *, serve: bool = False) -> dict[s
     first, weights = digest(state), digest(state, without="random")
     losses = training.steps(parent.step + MORE)
     last = digest(training.state())
-    while serve and not (folder / "stop").exists():
+    while serve and not told_to_stop(run, folder):
         training.step()
         time.sleep(0.005)
     training.close()

@@ -108,7 +108,7 @@ def test_an_override_that_leads_nowhere(tmp_path: Path) -> None:
 # -- clones and donors that die or stop ------------------------------------------------------
 
 
-POINTS = ["clone.arrived:kill@1", "clone.arrived:kill@9", "clone.verified:kill"]
+POINTS = ["clone.arrived:kill@1", "clone.arrived:kill@3", "clone.verified:kill"]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -183,3 +183,17 @@ def test_a_late_clone_is_not_waited_for(tmp_path: Path) -> None:
         assert (done, again, waited) == (False, True, 0.0)
         assert "waiting for the clones" in failure
         assert len(donor["losses"]) > MORE
+
+
+def test_a_stopped_donor_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    def environment(rank: int) -> dict[str, str]:
+        return faulty("clone.send:stop@2") if rank == 1 else {}
+
+    with ranks.start(donate, 2, tmp_path, env=environment) as group:
+        for rank in range(2):
+            group.wait_mark("open", rank=rank, timeout=60)
+        env = order(home_of(tmp_path)) | {"SAPWOOD_STEP_TIMEOUT": "3"}
+        assert "clone" in failed_with(tmp_path / "clone", 2, env)
+        group.kill(1, signal.SIGCONT)
+        seen = stop(tmp_path, group)
+    assert [done for _, done, _, _ in seen[0]["forks"]] == [False]

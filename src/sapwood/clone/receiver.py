@@ -166,8 +166,9 @@ class Receiver:
         timeout = self._settings.step_timeout
         patience = math.inf if order.standby else timeout
         step = session.until(
-            lambda: session.heard("fire"), "waiting for a step to be sent", timeout
+            lambda: session.heard("fire"), "waiting for a step to be sent", patience
         )
+        self._fired.set()
         for donor in {0, self._group.rank} & set(range(self._manifest.donors)):
             what = f"waiting for donor {donor} to end its step"
             key = f"extras/{donor}"
@@ -198,7 +199,7 @@ class Receiver:
     def _receive(self, coming: Sequence[Any]) -> None:
         if not self._wait_for_fire():
             return
-        passing = []
+        passing: list[tuple[Any, Any]] = []  # the memory must stay until it is sent
         for message, data, transfer in coming:
             transfer.wait(self._settings.step_timeout)
             faults.point("clone.arrived", tag=message.tag)
