@@ -42,7 +42,7 @@ class TorchftHttp(Torchft):
     """The donor serves its live tensors over HTTP."""
 
     def __init__(self, context: Context, store: Store) -> None:
-        from torchft.checkpointing import HTTPTransport
+        from torchft.checkpointing.http_transport import HTTPTransport
 
         super().__init__(context, store)
         self.transport = HTTPTransport(timeout=TIMEOUT, num_chunks=CHUNKS)
@@ -76,7 +76,7 @@ class TorchftPg(Torchft):
     """The donor sends tensor after tensor over a process group, straight into the clone's."""
 
     def __init__(self, context: Context, store: Store) -> None:
-        from torchft.checkpointing import PGTransport
+        from torchft.checkpointing.pg_transport import PGTransport
 
         super().__init__(context, store)
         self.group = cross_group(self, type(self).__name__)
