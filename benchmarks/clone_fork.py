@@ -226,7 +226,7 @@ QUICK = Plan(
 )
 FULL = Plan(
     axes={"workload": list(FULL_SIZES), "ranks": [1, 2, 4]},
-    seconds_per_case=60,
+    seconds_per_case=30,
     min_rounds=3,
     max_rounds=8,
     options={"workloads": FULL_SIZES, "baseline_steps": 2},

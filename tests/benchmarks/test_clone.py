@@ -75,15 +75,15 @@ def test_costs_are_beyond_ordinary_steps_of_the_same_trainer_and_round() -> None
     assert measured["torchft pg"] == {}
 
 
-@pytest.fixture
-def turns() -> list[fork_meeting.Turn]:
+def both_ends() -> list[fork_meeting.Turn]:
+    """Not a fixture: the store listens until nobody knows it any more."""
     store = fork_meeting.host()
     ends = [store, fork_meeting.visit(store.port)]
     return [fork_meeting.Turn(end, 7) for end in ends]
 
 
-def test_both_sides_hear_each_other(turns: list[fork_meeting.Turn]) -> None:
-    here, there = turns
+def test_both_sides_hear_each_other() -> None:
+    here, there = both_ends()
     here.say("go", "a place")
     assert there.hear("go") == "a place"
     there.count("ready", 2)
@@ -92,8 +92,8 @@ def test_both_sides_hear_each_other(turns: list[fork_meeting.Turn]) -> None:
     assert here.hear("ready") is None
 
 
-def test_who_waits_is_told_that_the_other_side_failed(turns: list[fork_meeting.Turn]) -> None:
-    here, there = turns
+def test_who_waits_is_told_that_the_other_side_failed() -> None:
+    here, there = both_ends()
     caught: list[Exception] = []
 
     def wait() -> None:
@@ -116,7 +116,7 @@ from contenders.fork_session import ForkSession
 sizes = {"nt3": {"mb": 0.5, "filters": 4, "batch_size": 2}}
 names = json.loads(sys.argv[2])
 options = {"workloads": sizes, "baseline_steps": 1}
-session = ForkSession({"workload": "nt3", "ranks": 2}, names, options)
+session = ForkSession({"workload": "nt3", "ranks": 1}, names, options)
 try:
     measured = {name: session.measure(name) for name in names}
     print(json.dumps([measured, vars(session.finish())]))
@@ -133,9 +133,7 @@ def test_a_fork_is_measured_from_both_sides() -> None:
     measured, extra = json.loads(done.stdout)
     assert extra["failed_checks"] == []
     assert [name for name in extra["facts"] if name.startswith("not run")] == []
-    state = measured["loopback"]["sent"]
-    assert measured["sapwood"]["sent"] == pytest.approx(state, rel=0.01)
-    assert measured["p2p gloo"]["sent"] == pytest.approx(2 * state, rel=0.01)
+    assert {found["sent"] for found in measured.values()} == {measured["loopback"]["sent"]}
     for found in measured.values():
         assert found["standby"] > found["readiness"] > 0
         assert found["pair"] > 0
