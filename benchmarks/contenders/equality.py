@@ -12,6 +12,10 @@ NEEDS = {
     "torch_checkpointing": "torch_checkpointing",
     "torchsnapshot": "torchsnapshot",
     "torchsnapshot async": "torchsnapshot",
+    "file safetensors": "safetensors",
+    "p2p mpi4py": "mpi4py",
+    "torchft http": "torchft",
+    "torchft pg": "torchft",
 }
 """The package a peer comes from."""
 

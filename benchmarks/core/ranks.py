@@ -109,12 +109,14 @@ class RankGroup:
         options: Mapping[str, Any],
         wrap: Wrap = lambda command: command,
         timeout: float = 300,
+        mark: str = "",
     ) -> None:
+        """Groups with the same ``mark`` count as one when their CPU time is read."""
         self.timeout = timeout
         self.failed = False
         self.scratch = tempfile.TemporaryDirectory(prefix="bench-")
         spec = {"module": module, "case": case, "options": options, "scratch": self.scratch.name}
-        environment = self.environment(world)
+        environment = self.environment(world, mark or secrets.token_hex(8))
         self.ranks: list[Rank] = []
         try:
             for rank in range(world):
@@ -125,7 +127,7 @@ class RankGroup:
             raise
 
     @staticmethod
-    def environment(world: int) -> dict[str, str]:
+    def environment(world: int, mark: str) -> dict[str, str]:
         inherited = os.environ.get("PYTHONPATH")
         return {
             **os.environ,
@@ -136,7 +138,7 @@ class RankGroup:
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
             # Marks whatever the ranks start, also what detaches from them (see processes.py).
-            GROUP_MARK: secrets.token_hex(8),
+            GROUP_MARK: mark,
             # Private namespaces have only the loopback, and host names do not resolve there.
             "GLOO_SOCKET_IFNAME": "lo",
         }

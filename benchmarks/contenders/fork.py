@@ -1,0 +1,179 @@
+"""What runs inside the ranks of clone_fork.py, in the donors and in the clones.
+
+A turn of a contender: the clones build a fresh model and wait; the donors train ordinary steps; the
+clones are told to come; when they are ready to receive, the donors train the step that is cloned,
+the next one, and go on until every clone could train. What was built is taken down only then.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from core.processes import group_cpu_seconds
+from core.rank import Context
+
+from .fork_meeting import Turn, visit
+from .fork_sides import ORDERS, Clone, Donor, OurClone, OurDonor, PeerClone, PeerDonor, agreed
+from .fork_torchft import TorchftHttp, TorchftPg
+from .fork_training import DONORS, ForkedDdp, ForkedSapwood, prepare
+from .fork_ways import FiledSafetensors, FiledTorch, Gloo, Loopback, Mpi, Way
+from .training import Workload, clones, digests, make, put_back, state_bytes
+
+__all__ = ["CONTENDERS", "create", "donate", "prepare", "receive", "size"]
+
+WAYS: dict[str, type[Way]] = {
+    "file torch.save": FiledTorch,
+    "file safetensors": FiledSafetensors,
+    "p2p gloo": Gloo,
+    "p2p mpi4py": Mpi,
+    "torchft http": TorchftHttp,
+    "torchft pg": TorchftPg,
+    "loopback": Loopback,
+}
+_STORES: dict[int, Any] = {}
+
+
+def meeting(context: Context) -> Any:
+    """One connection to the parent's store per process."""
+    port = context.options["port"]
+    if port not in _STORES:
+        _STORES[port] = visit(port)
+    return _STORES[port]
+
+
+def create(
+    workload: Workload, context: Context, made: dict[str, Any], contender: str
+) -> dict[str, Any]:
+    return make(CONTENDERS, workload, context, made, contender)
+
+
+def donate(
+    workload: Workload,
+    context: Context,
+    made: dict[str, Any],
+    contender: str,
+    number: int,
+    baseline_steps: int,
+    check: bool,
+) -> dict[str, Any]:
+    turn = Turn(meeting(context), number)
+    donor: Donor = made[contender]
+    try:
+        turn.hear("built")
+        found = give(donor, turn, baseline_steps, check=check)
+    except Exception as error:
+        turn.fail(f"{type(error).__name__}: {error}")
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        if context.rank == 0:
+            turn.say("over")
+        donor.end()
+    return found
+
+
+def give(donor: Donor, turn: Turn, baseline_steps: int, *, check: bool) -> dict[str, Any]:
+    training, context = donor.training, donor.context
+    found = baseline(donor, baseline_steps)
+    donor.join(turn)
+    steps = training.steps
+    before = clones(training.plain, training.optimizer) if check else {}
+    cpu = read_cpu(context)
+    found |= asdict(donor.fork(turn))
+    count = 2
+    # More steps than these would say nothing new: a blocking contender is over by now.
+    while not agreed(turn.heard("ready") or turn.heard("failed")):
+        training.step()
+        count += 1
+    turn.check()
+    donor.settle()
+    found |= {"cpu": read_cpu(context) - cpu, "trained": count, "sent": donor.sent()}
+    if check:
+        put_back(before, training.plain, training.optimizer)
+        training.steps = steps
+        training.step()
+        found["live"] = digests(training.plain, training.optimizer)
+    return found
+
+
+def baseline(donor: Donor, steps: int) -> dict[str, Any]:
+    training, context = donor.training, donor.context
+    training.step()
+    cpu = read_cpu(context)
+    seconds, backwards = [], []
+    for _ in range(steps):
+        seconds.append(training.timed_step())
+        backwards.append(training.ended_at - training.backward_at)
+    used = read_cpu(context) - cpu
+    return {"steps": seconds, "backwards": backwards, "step_cpu": used / steps}
+
+
+def read_cpu(context: Context) -> float:
+    """Of both groups; all donors stand still meanwhile."""
+    context.barrier()
+    used = group_cpu_seconds() if context.rank == 0 else 0.0
+    context.barrier()
+    return used
+
+
+def receive(
+    workload: Workload,
+    context: Context,
+    made: dict[str, Any],
+    contender: str,
+    number: int,
+    check: bool,
+) -> dict[str, Any]:
+    turn = Turn(meeting(context), number)
+    clone: Clone = made[contender]
+    found: dict[str, Any] = {}
+    try:
+        state = clone.build()
+        turn.count("built", context.world)
+        clone.receive(state, turn)
+        found["ready"] = time.perf_counter()
+        turn.count("ready", context.world)
+        turn.hear("over")
+        if check:
+            found["loaded"] = digests(state.model, state.optimizer)
+    except Exception as error:
+        turn.fail(f"{type(error).__name__}: {error}")
+        found = {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        clone.end()
+        state = None  # type: ignore[assignment]
+        gc.collect()
+    return found
+
+
+def size(workload: Workload, context: Context, made: dict[str, Any]) -> int:
+    training = next(iter(workload.trainings.values()))
+    return state_bytes(training.plain, training.optimizer)
+
+
+def peer(name: str) -> Callable[[Workload, Context], Donor | Clone]:
+    def build(workload: Workload, context: Context) -> Donor | Clone:
+        way = WAYS[name](context, meeting(context))
+        if context.options["side"] == DONORS:
+            return PeerDonor(workload.training(ForkedDdp, context), context, way)
+        return PeerClone(workload, context, way)
+
+    return build
+
+
+def ours(name: str) -> Callable[[Workload, Context], Donor | Clone]:
+    def build(workload: Workload, context: Context) -> Donor | Clone:
+        if context.options["side"] == DONORS:
+            return OurDonor(workload.training(ForkedSapwood, context), context)
+        return OurClone(workload, context, name)
+
+    return build
+
+
+CONTENDERS: dict[str, Callable[[Workload, Context], Donor | Clone]] = {
+    **{name: ours(name) for name in ORDERS},
+    **{name: peer(name) for name in WAYS},
+}

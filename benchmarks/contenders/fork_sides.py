@@ -1,0 +1,242 @@
+"""Both sides of a fork, for ours and for the peers: who waits for what, and what is timed."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from core.rank import Context
+
+from .fork_meeting import WAIT, Turn
+from .fork_training import ForkedSapwood, Fresh, Noting, fresh
+from .fork_ways import Way
+from .training import Workload, state_bytes
+
+ORDERS = {
+    "sapwood": ("deepclone", ""),
+    "sapwood gloo": ("deepclone", "gloo"),
+    "sapwood lazy": ("lazy", ""),
+    "sapwood p2p": ("p2p", ""),
+    "sapwood file": ("file", ""),
+}
+"""Approach and transport that a clone asks for; without one, what is chosen here is memory."""
+FAILED = -1
+
+
+@dataclass(kw_only=True)
+class Forked:
+    """What one donor saw, by the machine's clock."""
+
+    asked: float
+    begun: float
+    backward_at: float
+    ended: float
+    pair: float
+    """Seconds of the step that is cloned and the next one."""
+
+
+def agreed(value: int) -> int:
+    """Donor 0's value, on all donors."""
+    shared = torch.tensor([value])
+    dist.broadcast(shared, 0)
+    return int(shared.item())
+
+
+class Donor(ABC):
+    def __init__(self, training: Noting, context: Context) -> None:
+        self.training, self.context = training, context
+        self.asked = 0.0
+
+    @abstractmethod
+    def join(self, turn: Turn) -> None:
+        """Let the clones begin; returns when the next step is the one to be cloned."""
+
+    @abstractmethod
+    def fork(self, turn: Turn) -> Forked:
+        """Train it, and the next."""
+
+    def settle(self) -> None:
+        """All clones are ready; wait until nothing more is done for them."""
+        return
+
+    @abstractmethod
+    def sent(self) -> int:
+        """Bytes that left this donor."""
+
+    def end(self) -> None:
+        return
+
+    def close(self) -> None:
+        self.training.close()
+
+    def go(self, turn: Turn, word: Any = None) -> None:
+        self.asked = time.perf_counter()
+        if self.context.rank == 0:
+            turn.say("go", word)
+
+
+class PeerDonor(Donor):
+    def __init__(self, training: Noting, context: Context, way: Way) -> None:
+        super().__init__(training, context)
+        self.way = way
+
+    def join(self, turn: Turn) -> None:
+        self.way.prepare(self.training, turn)
+        self.go(turn)
+        turn.hear("posted")
+        self.training.step()  # after the wait, the first step is slower
+
+    def fork(self, turn: Turn) -> Forked:
+        training = self.training
+        begun = time.perf_counter()
+        training.step()
+        backward_at, ended = training.backward_at, training.ended_at
+        self.way.send(training, turn)
+        training.step(lambda: self.way.before_update(turn))  # type: ignore[call-arg]
+        return Forked(
+            asked=self.asked,
+            begun=begun,
+            backward_at=backward_at,
+            ended=ended,
+            pair=time.perf_counter() - begun,
+        )
+
+    def sent(self) -> int:
+        return self.way.sent(self.training)
+
+    def end(self) -> None:
+        self.way.end()
+
+    def close(self) -> None:
+        self.way.close()
+        super().close()
+
+
+class OurDonor(Donor):
+    training: ForkedSapwood
+
+    def join(self, turn: Turn) -> None:
+        run = self.training.run
+        self.known = len(run.forks)
+        self.go(turn, str(run.folder))
+        deadline = time.monotonic() + WAIT
+        while (step := agreed(self.announced(turn, deadline))) != run.step_count + 1:
+            if step == FAILED:
+                raise RuntimeError(f"the fork failed: {self.why()}")
+            self.training.step()
+
+    def announced(self, turn: Turn, deadline: float) -> int:
+        """The step that will be cloned, 0 while it is not known; donor 0 knows it first."""
+        if turn.heard("failed") or self.why() or time.monotonic() > deadline:
+            return FAILED
+        report = self.report()
+        return 0 if report is None else report.step
+
+    def report(self) -> Any:
+        new = self.training.run.forks[self.known :]
+        return new[0] if new else None
+
+    def why(self) -> str:
+        report = self.report()
+        return "" if report is None else report.failure
+
+    def fork(self, turn: Turn) -> Forked:
+        training = self.training
+        begun = time.perf_counter()
+        training.step()
+        backward_at, ended = training.backward_at, training.ended_at
+        training.step()
+        return Forked(
+            asked=self.asked,
+            begun=begun,
+            backward_at=backward_at,
+            ended=ended,
+            pair=time.perf_counter() - begun,
+        )
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + WAIT
+        while not self.report().done:
+            if self.why() or time.monotonic() > deadline:
+                raise RuntimeError(f"the fork did not end well: {self.why()}")
+            time.sleep(0.002)
+
+    def sent(self) -> int:
+        report = self.report()
+        if report.approach != "file":
+            return int(report.nbytes)
+        alone = self.context.rank == 0
+        return state_bytes(self.training.plain, self.training.optimizer) if alone else 0
+
+
+class Clone(ABC):
+    def __init__(self, workload: Workload, context: Context) -> None:
+        self.workload, self.context = workload, context
+
+    def build(self) -> Fresh:
+        return fresh(self.workload)
+
+    @abstractmethod
+    def receive(self, state: Fresh, turn: Turn) -> None:
+        """From ``go`` until this clone could train."""
+
+    def end(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class PeerClone(Clone):
+    def __init__(self, workload: Workload, context: Context, way: Way) -> None:
+        super().__init__(workload, context)
+        self.way = way
+
+    def build(self) -> Fresh:
+        return super().build().with_optimizer_state()
+
+    def receive(self, state: Fresh, turn: Turn) -> None:
+        turn.hear("go")
+        self.way.post(state, turn)
+        turn.count("posted", self.context.world)
+        self.way.take(state, turn)
+
+    def end(self) -> None:
+        self.way.end()
+
+    def close(self) -> None:
+        self.way.close()
+
+
+class OurClone(Clone):
+    def __init__(self, workload: Workload, context: Context, name: str) -> None:
+        super().__init__(workload, context)
+        self.approach, self.transport = ORDERS[name]
+        self.run: Any = None
+
+    def receive(self, state: Fresh, turn: Turn) -> None:
+        import sapwood
+        from sapwood.clone.door import Address
+        from sapwood.clone.order import ENV, ForkOrder
+
+        address = Address.read(Path(turn.hear("go")))
+        order = ForkOrder(address=address, approach=self.approach, transport=self.transport)
+        os.environ[ENV] = order.encode()
+        try:
+            self.run = sapwood.Run(
+                state.model, state.optimizer, folder=self.context.scratch / "clones", trace=False
+            )
+        finally:
+            del os.environ[ENV]
+        self.run.wait_ready()
+
+    def end(self) -> None:
+        if self.run is not None:
+            self.run.close()
+            self.run = None
