@@ -7,13 +7,15 @@ def test_the_demo_plays_every_scene_and_leaves_nothing(tmp_path):
     done = sapwood("demo", "--steps", "8", tmp_path=tmp_path)
     assert done.returncode == 0, done.stderr
     text = done.stdout
-    assert [f"{n}. " in text for n in range(1, 7)] == [True] * 6
+    assert [f"{n}. " in text for n in range(1, 8)] == [True] * 7
     first, last = text.split("loss ")[1].split("  ")[0].split(" -> ")
     assert float(last) < float(first)
     assert "rank 1 main" in text
     assert "TensorUpdated events on rank 0" in text
     assert "started again: the step restored is 4" in text
     assert "the losses of steps 5 to 8 are equal, bit for bit, to those of scene 1" in text
+    assert "the fork went its own way after step" in text
+    assert text.count("are equal, bit for bit, to those of scene 1") == 2
     assert list((tmp_path / "tmp").glob("sapwood*")) == []
 
 

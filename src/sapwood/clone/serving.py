@@ -51,6 +51,8 @@ class ForkReport:
     waited_seconds: float = 0.0
     """What updates waited for it."""
     failure: str = ""
+    ready: bool = False
+    """The clones can receive; on rank 0, which decides the step."""
     done: bool = False
     """All clones have begun."""
 
@@ -270,6 +272,7 @@ class Serving:
             while not self._go.wait(0.1):
                 session.check()
             self._may_fire = not self.over.is_set()
+            self.report.ready = self._may_fire
 
     def _open_link(self, manifest: Manifest) -> None:
         ends = Ends(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ __all__ = ["SCENES", "Scene", "Stage"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _RANKS = 2
+_PATIENCE = 60.0
 
 
 class Stage:
@@ -100,7 +104,7 @@ def events(stage: Stage) -> Iterator[str]:
     """Report what a subscriber saw."""
     yield f"a subscriber of five lines received {stage.events} TensorUpdated events on rank 0:"
     yield "    run.events.subscribe(sapwood.TensorUpdated, count, name='demo counter')"
-    yield "checkpoints start from these events, as the next scene shows"
+    yield "checkpoints and forks start from these events, as the next scenes show"
 
 
 def recover(stage: Stage) -> Iterator[str]:
@@ -125,6 +129,42 @@ def recover(stage: Stage) -> Iterator[str]:
     same = told["losses"] == stage.losses[told["from"] :]
     word = "equal, bit for bit, to" if same else "DIFFERENT from"
     yield f"the losses of steps {told['from'] + 1} to {stage.steps} are {word} those of scene 1"
+
+
+def fork(stage: Stage) -> Iterator[str]:
+    """Start the training once more, and fork it from another terminal, so to speak."""
+    parent, child = stage.folder / "parent.json", stage.folder / "child.json"
+    yield "the same training once more; while it runs, `sapwood fork` starts two more ranks ..."
+    command = [sys.executable, "-m", "sapwood.cli"]
+    begun = subprocess.Popen([*command, "run", "-n", str(_RANKS), *_words(stage, parent)])
+    try:
+        run = _taking_clones(stage.folder, begun)
+        words = ("--folder", str(stage.folder), "-n", str(_RANKS), "--", *_words(stage, child))
+        _expect_success(subprocess.call([*command, "fork", str(run), *words]))
+        _expect_success(begun.wait(_PATIENCE))
+    finally:
+        begun.terminate()
+        begun.wait()
+    told = json.loads(child.read_text())
+    yield f"it did not stop, and the fork went its own way after step {told['from']}"
+    same = told["losses"] == stage.losses[told["from"] :]
+    word = "equal, bit for bit, to" if same else "DIFFERENT from"
+    yield f"its losses of steps {told['from'] + 1} to {stage.steps} are {word} those of scene 1"
+    yield "(with `--set optimizer.lr=0.01` it would learn at another rate from there)"
+
+
+def _words(stage: Stage, result: Path) -> list[str]:
+    arguments = ("--folder", stage.folder, "--result", result, "--steps", stage.steps, "--clones")
+    return ["-m", "sapwood.cli.demo.training", *map(str, arguments)]
+
+
+def _taking_clones(folder: Path, process: subprocess.Popen[bytes]) -> Path:
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        for address in folder.glob("*/address"):
+            return address.parent
+        time.sleep(0.05)
+    raise LaunchError("the demo's training did not begin; `sapwood doctor` looks for causes")
 
 
 def _start(stage: Stage, result: Path, *more: object) -> int:
@@ -161,6 +201,7 @@ SCENES = (
     Scene("Updated before backward ended", early),
     Scene("Events", events),
     Scene("Killed, and brought back", recover),
+    Scene("Forked while it runs", fork),
     Scene("Where to look next", next_steps),
 )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ import sapwood
 __all__ = ["main"]
 
 _WIDTH, _LAYERS, _BATCH = 384, 5, 256
+_PATIENCE = 60.0
 
 
 def main() -> None:
@@ -37,13 +39,16 @@ def main() -> None:
         told: dict[str, Any] = {"run": str(run.folder)}
         if options.ckpts is not None:
             told |= _restore(stack, run, samples, options)
+        if options.clones:
+            run.allow_clones(own={"samples": samples})
+            told |= {} if run.forked_from is None else {"from": run.forked_from.step}
         seen: Counter[int] = Counter()
 
         def count(event: sapwood.TensorUpdated) -> None:
             seen[event.bucket] += 1
 
         run.events.subscribe(sapwood.TensorUpdated, count, name="demo counter")
-        told["losses"] = _train(run, samples, options.steps)
+        told["losses"] = _train(run, samples, options)
         told["events"] = dict(seen)
         if run.rank == 0:
             options.result.write_text(json.dumps(told))
@@ -79,15 +84,28 @@ class _Samples:
         self._own.set_state(state["generator"])
 
 
-def _train(run: sapwood.Run, samples: _Samples, steps: int) -> list[float]:
+def _train(run: sapwood.Run, samples: _Samples, options: argparse.Namespace) -> list[float]:
     losses = []
-    while run.step_count < steps:
+    while run.step_count < options.steps:
+        if options.clones and run.forked_from is None:
+            _let_clones_come(run, options.steps // 4)
         x, y = samples.batch()
         loss = nn.functional.mse_loss(run.model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         run.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+def _let_clones_come(run: sapwood.Run, first: int) -> None:
+    """A real training has many more steps than this one, and waits for nobody."""
+    deadline = time.monotonic() + _PATIENCE
+    while run.step_count >= first and time.monotonic() < deadline:
+        asked = bool(run.forks)
+        # They are told after one more step what there is to receive; rank 0 knows they are ready.
+        if asked and (run.step_count == first or run.rank or run.forks[0].ready):
+            return
+        time.sleep(0.02)
 
 
 def _model() -> nn.Sequential:
@@ -103,6 +121,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--result", type=Path, required=True, help="where to leave the numbers")
     parser.add_argument("--steps", type=int, default=30, help="the step to train to")
     parser.add_argument("--ckpts", type=Path, help="save here, and go on from what is there")
+    parser.add_argument("--clones", action="store_true", help="let others fork this run")
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     return parser.parse_args()
 
