@@ -58,6 +58,7 @@ class Fork:
         """Check that the optimizer is of the same kind as the parent's."""
         self.forked_from: ForkedFrom = receiver.forked_from
         self._receiver: Receiver | None = receiver
+        self._done: Receiver | None = None
         self._common, self._mine = receiver.extras
         self._rank = group.rank
         self._timeout = settings.step_timeout
@@ -94,7 +95,7 @@ class Fork:
         receiver, run = self._receiver, self._run
         if receiver is None or run is None:
             return
-        self._receiver = None
+        self._receiver, self._done = None, receiver
         if self._gate is not None:
             self._gate.remove()
         try:
@@ -130,12 +131,14 @@ class Fork:
         torch.manual_seed(seed)
 
     def abandon(self) -> None:
-        """The run ends before it has begun."""
+        """The run ends, perhaps before it has begun."""
         receiver, self._receiver = self._receiver, None
         if self._gate is not None:
             self._gate.remove()
         if receiver is not None:
             receiver.abandon(CloneError("it ended before it began"))
+        if self._done is not None:
+            self._done.join()
 
     def _known_here(self, run: RunHandle) -> dict[str, Any]:
         """Only what is the run's own: the script's things come with ``allow_clones``."""

@@ -67,6 +67,7 @@ class Receiver:
         self._threads: list[threading.Thread] = []
         self._relay: dist.ProcessGroup | None = None
         self._extras: dict[int, Any] = {}
+        self._closing: threading.Thread | None = None
         self._fired = threading.Event()
         self._over = False
         try:
@@ -251,7 +252,9 @@ class Receiver:
         except BaseException as error:
             self.abandon(error)
             raise
-        self.close()
+        # Nobody needs to wait until connections are closed.
+        self._closing = threading.Thread(target=self.close, name="sapwood-clone-close", daemon=True)
+        self._closing.start()
         return GivenState(
             catalog=self.catalog,
             tensors={key: memory.numpy() for key, memory in self.arrival.memory.items()},
@@ -297,6 +300,11 @@ class Receiver:
         if self._session is not None:
             self._session.fail(f"clone {self._group.rank}: {error}")
         self.close()
+
+    def join(self) -> None:
+        """Wait until everything is closed."""
+        if self._closing is not None:
+            self._closing.join(10.0)
 
     def close(self) -> None:
         """Drop the link and the group; whoever still uses them is told."""
