@@ -1,0 +1,146 @@
+"""One walk of a rank through its parts of batches, from a position to the end of an epoch."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sapwood.data.batch import Batch, KeyPlaces
+from sapwood.data.engines import EngineSettings, Job, choose
+from sapwood.data.index import Index
+from sapwood.data.order import Chunks, Order
+from sapwood.data.position import Position
+from sapwood.data.provenance import Provenance
+from sapwood.data.source import Source
+from sapwood.data.stats import Recorder
+
+__all__ = ["Pass", "Plan"]
+
+Ints = NDArray[np.int64]
+_BLOCK = 16
+"""So many batches are drawn at once: the cost of drawing is by call, hardly by record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a pass is about; nothing of it changes meanwhile."""
+
+    index: Index
+    chunks: Chunks
+    order: Order
+    policy: str
+    settings: EngineSettings
+    provenance: Provenance | None
+    decode: Callable[[Batch], Any] | None
+    rank: int
+    world: int
+    worker: int = 0
+    workers: int = 1
+
+
+class Pass:
+    """An iterator over batches, and the position after the last one it gave."""
+
+    def __init__(self, plan: Plan, position: Position, recorder: Recorder) -> None:
+        """Open the database; reading begins with the first batch.
+
+        Raises:
+            DataError: the database cannot be read, or was changed.
+        """
+        self.position = position
+        self._plan, self._recorder = plan, recorder
+        self._next = position.epoch, position.batch
+        self._asked: deque[tuple[int, int, Ints]] = deque()
+        self._pid = os.getpid()
+        self._source = Source(plan.index)
+        self._batches = self._read()
+
+    def __iter__(self) -> Pass:
+        """An iterator is its own."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, decoded if that was asked for."""
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self.position.until is not None:
+                self.position = replace(
+                    self.position, epoch=max(self.position.until, self.position.epoch), batch=0
+                )
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the threads and close the file; calling it again does nothing."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no threads, and the file is its parent's
+        self._batches.close()
+        self._source.close()
+
+    def _read(self) -> Generator[Any, None, None]:
+        plan, until = self._plan, self.position.until
+        job = Job(
+            source=self._source,
+            index=plan.index,
+            chunks=plan.chunks,
+            settings=plan.settings,
+            recorder=self._recorder,
+        )
+        while until is None or self._next[0] < until:
+            engine, stays = choose(plan.policy, job, plan.order.spec, plan.provenance)
+            stop = until if stays else self._next[0] + 1
+            with closing(engine.read(self._wanted(stop))) as batches:
+                for data in batches:
+                    batch = self._batch(data)
+                    yield batch if plan.decode is None else plan.decode(batch)
+        self._recorder.summarise()
+
+    def _wanted(self, stop: int | None) -> Iterator[Ints]:
+        """The records of each batch that is this worker's, up to an epoch."""
+        plan, order = self._plan, self._plan.order
+        origin = self.position.origin or 0
+        while stop is None or self._next[0] < stop:
+            epoch, first = self._next
+            last = min(first + _BLOCK * plan.workers, order.batches)
+            numbers = [
+                number
+                for number in range(first, last)
+                if (epoch * order.batches + number - origin) % plan.workers == plan.worker
+            ]
+            parts = order.parts(epoch, numbers, rank=plan.rank, world=plan.world)
+            for number, records in zip(numbers, parts, strict=True):
+                self._asked.append((epoch, number, records))
+                yield records
+            self._next = (epoch, last) if last < order.batches else (epoch + 1, 0)
+
+    def _batch(self, data: NDArray[np.uint8]) -> Batch:
+        # Only now is it known that the bytes are of the state of which the index is.
+        self._source.check()
+        epoch, number, records = self._asked.popleft()
+        index = self._plan.index
+        self._recorder.batch(len(records), len(data))
+        self.position = self.position.after(epoch, number, self._plan.order.batches)
+        return Batch(
+            epoch=epoch,
+            number=number,
+            index=records,
+            lengths=index.lengths[records].astype(np.int64),
+            data=data,
+            places=KeyPlaces(
+                file=index.file,
+                fingerprint=index.fingerprint,
+                offsets=index.key_offsets[records],
+                lengths=index.key_lengths[records],
+            ),
+        )
