@@ -23,7 +23,7 @@ __all__ = ["Batch", "KeyPlaces"]
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class KeyPlaces:
     """Where the keys of some records are; they are read when somebody asks for them."""
 
@@ -49,7 +49,7 @@ class KeyPlaces:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
     """Records, packed one after the other in memory that is the batch's own.
 

@@ -18,14 +18,13 @@ from sapwood.data.index import Index
 from sapwood.data.order import Chunks, Order
 from sapwood.data.position import Position
 from sapwood.data.provenance import Provenance
+from sapwood.data.schedule import Asked, Schedule
 from sapwood.data.source import Source
 from sapwood.data.stats import Recorder
 
 __all__ = ["Pass", "Plan"]
 
 Ints = NDArray[np.int64]
-_BLOCK = 16
-"""So many batches are drawn at once: the cost of drawing is by call, hardly by record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,10 @@ class Pass:
         """
         self.position = position
         self._plan, self._recorder = plan, recorder
-        self._next = position.epoch, position.batch
-        self._asked: deque[tuple[int, int, Ints]] = deque()
+        self._schedule = Schedule(
+            order=plan.order, world=plan.world, worker=plan.worker, workers=plan.workers
+        )
+        self._asked: deque[Asked] = deque()
         self._pid = os.getpid()
         self._source = Source(plan.index)
         self._batches = self._read()
@@ -71,10 +72,6 @@ class Pass:
         try:
             return next(self._batches)
         except StopIteration:
-            if self.position.until is not None:
-                self.position = replace(
-                    self.position, epoch=max(self.position.until, self.position.epoch), batch=0
-                )
             self.close()
             raise
         except BaseException:
@@ -97,37 +94,27 @@ class Pass:
             settings=plan.settings,
             recorder=self._recorder,
         )
-        while until is None or self._next[0] < until:
+        while until is None or self.position.epoch < until:
             engine, stays = choose(plan.policy, job, plan.order.spec, plan.provenance)
-            stop = until if stays else self._next[0] + 1
-            with closing(engine.read(self._wanted(stop))) as batches:
+            stop = until if stays else self.position.epoch + 1
+            with closing(engine.read(self._wanted(self.position, stop))) as batches:
                 for data in batches:
                     batch = self._batch(data)
                     yield batch if plan.decode is None else plan.decode(batch)
+            if stop is not None:  # a worker's last batch need not be the epoch's
+                self.position = replace(self.position, epoch=stop, batch=0)
         self._recorder.summarise()
 
-    def _wanted(self, stop: int | None) -> Iterator[Ints]:
-        """The records of each batch that is this worker's, up to an epoch."""
-        plan, order = self._plan, self._plan.order
-        origin = self.position.origin or 0
-        while stop is None or self._next[0] < stop:
-            epoch, first = self._next
-            last = min(first + _BLOCK * plan.workers, order.batches)
-            numbers = [
-                number
-                for number in range(first, last)
-                if (epoch * order.batches + number - origin) % plan.workers == plan.worker
-            ]
-            parts = order.parts(epoch, numbers, rank=plan.rank, world=plan.world)
-            for number, records in zip(numbers, parts, strict=True):
-                self._asked.append((epoch, number, records))
-                yield records
-            self._next = (epoch, last) if last < order.batches else (epoch + 1, 0)
+    def _wanted(self, position: Position, stop: int | None) -> Iterator[Ints]:
+        """The records of each batch that are this rank's, up to an epoch."""
+        for asked in self._schedule.batches(position, stop, [self._plan.rank]):
+            self._asked.append(asked)
+            yield asked.parts[0]
 
     def _batch(self, data: NDArray[np.uint8]) -> Batch:
         # Only now is it known that the bytes are of the state of which the index is.
         self._source.check()
-        epoch, number, records = self._asked.popleft()
+        epoch, number, (records,) = self._asked.popleft()
         index = self._plan.index
         self._recorder.batch(len(records), len(data))
         self.position = self.position.after(epoch, number, self._plan.order.batches)

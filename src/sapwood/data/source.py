@@ -132,6 +132,7 @@ class Source:
                     f"and {needed - done} more bytes were expected; it was cut off"
                 )
             done += count
+            fd = self.fd  # what is left begins at a place that need not be aligned
 
     def advise(self, low: int, high: int) -> None:
         """Say that these bytes will be read soon."""
