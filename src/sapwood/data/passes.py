@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.data.batch import Batch, KeyPlaces
-from sapwood.data.engines import EngineSettings, Job, choose
+from sapwood.data.engines import Engine, EngineSettings, Job, choose
 from sapwood.data.index import Index
+from sapwood.data.node import Node, Shared
 from sapwood.data.order import Chunks, Order
 from sapwood.data.position import Position
 from sapwood.data.provenance import Provenance
@@ -40,6 +41,7 @@ class Plan:
     decode: Callable[[Batch], Any] | None
     rank: int
     world: int
+    node: Node
     worker: int = 0
     workers: int = 1
 
@@ -71,10 +73,7 @@ class Pass:
         """The next batch, decoded if that was asked for."""
         try:
             return next(self._batches)
-        except StopIteration:
-            self.close()
-            raise
-        except BaseException:
+        except BaseException:  # at the end, too
             self.close()
             raise
 
@@ -95,8 +94,7 @@ class Pass:
             recorder=self._recorder,
         )
         while until is None or self.position.epoch < until:
-            engine, stays = choose(plan.policy, job, plan.order.spec, plan.provenance)
-            stop = until if stays else self.position.epoch + 1
+            engine, stop = self._engine(job)
             with closing(engine.read(self._wanted(self.position, stop))) as batches:
                 for data in batches:
                     batch = self._batch(data)
@@ -104,6 +102,26 @@ class Pass:
             if stop is not None:  # a worker's last batch need not be the epoch's
                 self.position = replace(self.position, epoch=stop, batch=0)
         self._recorder.summarise()
+
+    def _engine(self, job: Job) -> tuple[Engine, int | None]:
+        """How to read on, and up to which epoch."""
+        plan, position = self._plan, self.position
+
+        def make(whose: Job) -> tuple[Engine, bool]:
+            return choose(plan.policy, whose, plan.order.spec, plan.provenance)
+
+        if plan.node.members == 1:
+            engine, stays = make(job)
+            return engine, position.until if stays else position.epoch + 1
+        node = plan.node.at(
+            plan.index.file, plan.index.database, plan.order.spec, position, plan.worker
+        )
+        schedule, until = self._schedule, position.until
+
+        def parts(ranks: Sequence[int]) -> Iterator[list[Ints]]:
+            return (asked.parts for asked in schedule.batches(position, until, ranks))
+
+        return Shared(job, node, plan.rank, lambda whose: make(whose)[0], parts), until
 
     def _wanted(self, position: Position, stop: int | None) -> Iterator[Ints]:
         """The records of each batch that are this rank's, up to an epoch."""

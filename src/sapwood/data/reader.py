@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from sapwood.data.batch import Batch
 from sapwood.data.engines import Policy
 from sapwood.data.engines.base import MIB
+from sapwood.data.node import Node
 from sapwood.data.order import Quality, quality_of
 from sapwood.data.order.spec import Shuffle, Tail
 from sapwood.data.passes import Pass
@@ -55,6 +56,7 @@ class LmdbReader(IterableDataset[Any]):
         tail: Tail = "pad",
         decode: Callable[[Batch], Any] | None = None,
         policy: Policy = "auto",
+        share: bool = False,
         streams: int = 16,
         window: int = 64 * MIB,
         reuse: Reuse | None = None,
@@ -84,6 +86,8 @@ class LmdbReader(IterableDataset[Any]):
                 an empty part.
             decode: Turns a batch into what the training uses.
             policy: How records are read; ``auto`` is the fastest way for this machine.
+            share: One rank of each host reads for the others there, through shared memory. All
+                must then iterate alike, and ranks be found from the launcher.
             streams: Into how many shares a batch is divided that are read apart. As many as there
                 may be ranks, or a multiple of that, is best. It is part of the order.
             window: Bytes that are shuffled together, over all ranks. It is part of the order.
@@ -103,7 +107,7 @@ class LmdbReader(IterableDataset[Any]):
             ConfigError: arguments make no sense.
             DataError: the database is damaged or has no records.
         """
-        rank, world = _place(rank, world)
+        rank, world, node = _place(rank, world)
         self._settings = ReaderSettings(
             path=path,
             batch_size=batch_size,
@@ -114,6 +118,7 @@ class LmdbReader(IterableDataset[Any]):
             tail=tail,
             decode=decode,
             policy=policy,
+            share=share,
             streams=streams,
             window=window,
             reuse=reuse,
@@ -123,6 +128,7 @@ class LmdbReader(IterableDataset[Any]):
             timeout=timeout,
             rank=rank,
             world=world,
+            node=node,
             index=index,
             provenance=provenance,
         )
@@ -239,10 +245,10 @@ class LmdbReader(IterableDataset[Any]):
         return self._kept if self._live is None else self._live.position
 
 
-def _place(rank: int | None, world: int | None) -> tuple[int, int]:
+def _place(rank: int | None, world: int | None) -> tuple[int, int, Node]:
     if (rank is None) != (world is None):
         raise ConfigError(f"rank={rank}, world={world}: give both, or none to ask the launcher")
     if rank is None or world is None:
         here = detect()
-        return here.rank, here.world
-    return rank, world
+        return here.rank, here.world, Node.of(here)
+    return rank, world, Node()

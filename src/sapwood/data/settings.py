@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sapwood.data.batch import Batch
-from sapwood.data.engines import POLICIES, EngineSettings, Policy
+from sapwood.data.engines import POLICIES, SHARED, EngineSettings, Policy
 from sapwood.data.engines.base import MIB
 from sapwood.data.index import Index
+from sapwood.data.node import Node
 from sapwood.data.order import Chunks, Order, OrderSpec
 from sapwood.data.order.spec import Scope, Shuffle, Tail
 from sapwood.data.passes import Plan
@@ -49,6 +50,7 @@ class ReaderSettings:
     tail: Tail
     decode: Callable[[Batch], Any] | None
     policy: Policy
+    share: bool
     streams: int
     window: int
     reuse: Reuse | None
@@ -58,6 +60,7 @@ class ReaderSettings:
     timeout: float
     rank: int
     world: int
+    node: Node
     index: str | os.PathLike[str] | None
     provenance: Provenance | None
 
@@ -110,6 +113,7 @@ class ReaderSettings:
             decode=self.decode,
             rank=self.rank,
             world=self.world,
+            node=self.node if self.share or self.policy in SHARED else Node(),
         )
 
     def _spec(self, chunks: Chunks) -> OrderSpec:

@@ -49,6 +49,16 @@ class ReadStats:
         return self.bytes_useful / self.bytes_read if self.bytes_read else 0.0
 
 
+_READING = (
+    "bytes_read",
+    "requests",
+    "read_seconds",
+    "stagger_seconds",
+    "missed_pages",
+    "redundant_pages",
+)
+
+
 class Recorder:
     """Counts for one reader; only the thread that reads batches calls it."""
 
@@ -57,6 +67,13 @@ class Recorder:
         self.stats = ReadStats()
         self.trace = trace
         self._switches = _switches()
+        self._helpers: list[Recorder] = []
+
+    def helper(self) -> Recorder:
+        """For a thread that reads on behalf of this one: what it reads is counted here, too."""
+        made = Recorder(self.trace)
+        self._helpers.append(made)
+        return made
 
     def request(self, nbytes: int, start_ns: int = 0, end_ns: int = 0, count: int = 1) -> None:
         """Note one read, or ``count`` reads of so many bytes each."""
@@ -94,12 +111,19 @@ class Recorder:
     def snapshot(self) -> ReadStats:
         """The sums so far."""
         waiting, forced = _switches()
-        return replace(
+        found = replace(
             self.stats,
-            sizes=dict(sorted(self.stats.sizes.items())),
+            sizes=dict(self.stats.sizes),
             switches_waiting=waiting - self._switches[0],
             switches_forced=forced - self._switches[1],
         )
+        for helper in self._helpers:
+            for name in _READING:
+                setattr(found, name, getattr(found, name) + getattr(helper.stats, name))
+            for size, count in dict(helper.stats.sizes).items():
+                found.sizes[size] = found.sizes.get(size, 0) + count
+        found.sizes = dict(sorted(found.sizes.items()))
+        return found
 
     def summarise(self) -> None:
         """Write the sums to the trace."""

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from sapwood.data.engines.base import Engine, EngineSettings, Job
-from sapwood.data.engines.choose import POLICIES, Policy, choose
+from sapwood.data.engines.choose import POLICIES, SHARED, Policy, choose
 
-__all__ = ["POLICIES", "Engine", "EngineSettings", "Job", "Policy", "choose"]
+__all__ = ["POLICIES", "SHARED", "Engine", "EngineSettings", "Job", "Policy", "choose"]

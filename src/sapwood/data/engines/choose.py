@@ -12,15 +12,18 @@ from sapwood.data.engines.cursor import Cursor
 from sapwood.data.engines.direct import Direct
 from sapwood.data.engines.mapped import Mapped
 from sapwood.data.engines.ring import Cache, Ring
+from sapwood.data.engines.speculative import Speculative
 from sapwood.data.order.spec import OrderSpec
 from sapwood.data.provenance import Provenance
 from sapwood.errors import ConfigError
 
-__all__ = ["POLICIES", "Policy", "choose"]
+__all__ = ["POLICIES", "SHARED", "Policy", "choose"]
 
 _log = logging.getLogger(__name__)
 
-Policy = Literal["auto", "lmdb", "dio", "prov", "coal"]
+Policy = Literal["auto", "lmdb", "lmm", "lmm-dm", "dio", "prov", "coal"]
+SHARED = ("lmm", "lmm-dm")
+"""These are about one process of a host that reads for the others."""
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 _RESIDENT = 0.98
@@ -39,8 +42,10 @@ def choose(
     """
     if policy == "auto":
         return _auto(job, spec)
-    if policy == "lmdb":
+    if policy in ("lmdb", "lmm"):
         return Cursor(job, steps=spec.shuffle == "none"), True
+    if policy == "lmm-dm":
+        return Speculative(job, steps=spec.shuffle == "none"), True
     if policy == "dio":
         return Direct(job), True
     if policy == "prov":
