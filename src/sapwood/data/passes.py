@@ -21,6 +21,7 @@ from sapwood.data.position import Position
 from sapwood.data.provenance import Provenance
 from sapwood.data.schedule import Asked, Schedule
 from sapwood.data.source import Source
+from sapwood.data.stagger import Gate, Stagger
 from sapwood.data.stats import Recorder
 
 __all__ = ["Pass", "Plan"]
@@ -38,6 +39,7 @@ class Plan:
     policy: str
     settings: EngineSettings
     provenance: Provenance | None
+    stagger: Stagger | None
     decode: Callable[[Batch], Any] | None
     rank: int
     world: int
@@ -108,7 +110,13 @@ class Pass:
         plan, position = self._plan, self.position
 
         def make(whose: Job) -> tuple[Engine, bool]:
-            return choose(plan.policy, whose, plan.order.spec, plan.provenance)
+            return choose(
+                plan.policy,
+                whose,
+                plan.order.spec,
+                provenance=plan.provenance,
+                gate=None if plan.stagger is None else self._gate,
+            )
 
         if plan.node.members == 1:
             engine, stays = make(job)
@@ -122,6 +130,18 @@ class Pass:
             return (asked.parts for asked in schedule.batches(position, until, ranks))
 
         return Shared(job, node, plan.rank, lambda whose: make(whose)[0], parts), until
+
+    def _gate(self) -> Gate:
+        """Where the readers of all hosts take turns, each host or rank being one of them."""
+        plan, members = self._plan, self._plan.node.members
+        assert plan.stagger is not None
+        return Gate(
+            plan.stagger,
+            f"{plan.index.fingerprint}/{plan.order.spec}/{self.position}/{plan.worker}",
+            number=plan.rank // members,
+            readers=-(-plan.world // members),
+            timeout=plan.settings.timeout,
+        )
 
     def _wanted(self, position: Position, stop: int | None) -> Iterator[Ints]:
         """The records of each batch that are this rank's, up to an epoch."""

@@ -20,6 +20,7 @@ from sapwood.data.passes import Pass
 from sapwood.data.position import Position, from_state, to_state
 from sapwood.data.provenance import Provenance
 from sapwood.data.settings import ReaderSettings, Reuse
+from sapwood.data.stagger import Stagger
 from sapwood.data.stats import ReadStats, Recorder
 from sapwood.errors import ConfigError
 from sapwood.runtime.launch import detect
@@ -68,6 +69,7 @@ class LmdbReader(IterableDataset[Any]):
         world: int | None = None,
         index: str | os.PathLike[str] | None = None,
         provenance: Provenance | None = None,
+        stagger: Stagger | None = None,
         trace: Tracer = OFF,
     ) -> None:
         """Open the index of the database, or make it; nothing else is read yet.
@@ -101,6 +103,7 @@ class LmdbReader(IterableDataset[Any]):
             world: How many ranks there are; found from the launcher by default.
             index: Where the index is kept, other than beside the database.
             provenance: How the database was written, for ``policy="prov"``.
+            stagger: Where readers take turns, for ``policy="stag"``.
             trace: Where times and counts are recorded.
 
         Raises:
@@ -131,6 +134,7 @@ class LmdbReader(IterableDataset[Any]):
             node=node,
             index=index,
             provenance=provenance,
+            stagger=stagger,
         )
         self._open(Position(), trace)
 

@@ -17,6 +17,7 @@ from sapwood.data.order.spec import Scope, Shuffle, Tail
 from sapwood.data.passes import Plan
 from sapwood.data.provenance import Provenance
 from sapwood.data.sidecar import open_index
+from sapwood.data.stagger import Stagger
 from sapwood.errors import ConfigError
 
 __all__ = ["ReaderSettings", "Reuse"]
@@ -63,6 +64,7 @@ class ReaderSettings:
     node: Node
     index: str | os.PathLike[str] | None
     provenance: Provenance | None
+    stagger: Stagger | None
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense.
@@ -110,6 +112,7 @@ class ReaderSettings:
                 timeout=self.timeout,
             ),
             provenance=self.provenance,
+            stagger=self.stagger,
             decode=self.decode,
             rank=self.rank,
             world=self.world,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Literal, get_args
 
 from sapwood.data import memory
@@ -15,13 +16,14 @@ from sapwood.data.engines.ring import Cache, Ring
 from sapwood.data.engines.speculative import Speculative
 from sapwood.data.order.spec import OrderSpec
 from sapwood.data.provenance import Provenance
+from sapwood.data.stagger import Gate
 from sapwood.errors import ConfigError
 
 __all__ = ["POLICIES", "SHARED", "Policy", "choose"]
 
 _log = logging.getLogger(__name__)
 
-Policy = Literal["auto", "lmdb", "lmm", "lmm-dm", "dio", "prov", "coal"]
+Policy = Literal["auto", "lmdb", "lmm", "lmm-dm", "dio", "prov", "coal", "stag"]
 SHARED = ("lmm", "lmm-dm")
 """These are about one process of a host that reads for the others."""
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -32,9 +34,16 @@ _SCATTERED_THREADS = 8
 
 
 def choose(
-    policy: str, job: Job, spec: OrderSpec, provenance: Provenance | None = None
+    policy: str,
+    job: Job,
+    spec: OrderSpec,
+    *,
+    provenance: Provenance | None = None,
+    gate: Callable[[], Gate] | None = None,
 ) -> tuple[Engine, bool]:
     """The engine of a policy, and whether it stays the best one after this epoch.
+
+    ``gate`` makes what ``stag`` waits at.
 
     Raises:
         ConfigError: there is no such policy, or it cannot read this database.
@@ -54,6 +63,10 @@ def choose(
         return Direct(job, provenance.checked(job.index)), True
     if policy == "coal":
         return Chunked(job, Ring(job)), True
+    if policy == "stag":
+        if gate is None:
+            raise ConfigError("policy='stag' needs stagger=Stagger(store=...): where ranks meet")
+        return Chunked(job, Ring(job), gate()), True
     raise ConfigError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter_ns
 
@@ -15,6 +15,7 @@ from sapwood.data.engines.base import Bytes, Ints, Job
 from sapwood.data.engines.pool import Pool, Read
 from sapwood.data.engines.ring import Home
 from sapwood.data.gather import copy_records, gather_records
+from sapwood.data.stagger import Gate
 
 __all__ = ["Chunked"]
 
@@ -23,6 +24,7 @@ __all__ = ["Chunked"]
 class _Turn:
     """Records whose chunks are in memory at the same time: a batch, or a part of a large one."""
 
+    batch: int
     rows: Ints | None
     """Which rows of the batch they are; None is all of them."""
     chunks: Ints
@@ -31,9 +33,12 @@ class _Turn:
     """The same, each once."""
     offsets: Ints
     lengths: Ints
+    last: bool = True
+    """No other turn of the batch follows."""
     long: bool = False
     """Their chunks are too long for a buffer; they are read one by one."""
     reads: list[Future[Read]] = field(default_factory=list)
+    admitted: Future[Read] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,30 +56,45 @@ class Chunked:
 
     name = "chunked"
 
-    def __init__(self, job: Job, home: Home) -> None:
-        """``home`` is where chunks are kept."""
-        self._job, self._home = job, home
+    def __init__(self, job: Job, home: Home, gate: Gate | None = None) -> None:
+        """``home`` is where chunks are kept; ``gate`` says when they may be read."""
+        self._job, self._home, self._gate = job, home, gate
 
     def read(self, wanted: Iterator[Ints]) -> Generator[Bytes, None, None]:
         """Read batch after batch."""
-        run = _Run(self._job, self._home, wanted)
+        run = _Run(self._job, self._home, wanted, self._gate)
         try:
             yield from run.batches()
         finally:
             run.close()
 
 
+def _only(batch: _Turn, needed: Ints) -> _Turn:
+    """The part of a batch that is in these chunks."""
+    rows = np.flatnonzero(np.isin(batch.chunks, needed))
+    return _Turn(
+        batch=batch.batch,
+        rows=rows,
+        chunks=batch.chunks[rows],
+        needed=needed,
+        offsets=batch.offsets[rows],
+        lengths=batch.lengths[rows],
+        last=False,
+    )
+
+
 class _Run:
     """One walk through the batches."""
 
-    def __init__(self, job: Job, home: Home, wanted: Iterator[Ints]) -> None:
-        self._job, self._home, self._wanted = job, home, wanted
-        self._pool = Pool(job.settings.threads, job.settings.timeout)
+    def __init__(self, job: Job, home: Home, wanted: Iterator[Ints], gate: Gate | None) -> None:
+        self._job, self._home, self._wanted, self._gate = job, home, wanted, gate
+        # With a gate there is one thread, so that what is read lies between entering and leaving.
+        self._pool = Pool(job.settings.threads if gate is None else 1, job.settings.timeout)
         self._batches: deque[_Planned] = deque()
         self._waiting: deque[_Turn] = deque()
         """Turns without room yet."""
         self._ready: deque[_Turn] = deque()
-        self._begun = self._done = 0
+        self._planned = self._begun = self._done = 0
         self._reading: dict[int, Future[Read]] = {}
         """Reads of chunks that nobody has waited for yet."""
 
@@ -82,6 +102,8 @@ class _Run:
         for read in self._reading.values():
             read.cancel()
         self._pool.close()
+        if self._gate is not None:
+            self._gate.leave()
 
     def batches(self) -> Generator[Bytes, None, None]:
         while True:
@@ -117,48 +139,64 @@ class _Run:
         chunks = self._job.chunks.holding(offsets)
         needed = np.unique(chunks)
         fits = self._home.fits(needed)
+        batch = _Turn(
+            batch=self._planned,
+            rows=None,
+            chunks=chunks,
+            needed=needed,
+            offsets=offsets,
+            lengths=lengths,
+        )
         if fits.all() and len(needed) <= self._home.most:
-            turn = _Turn(rows=None, chunks=chunks, needed=needed, offsets=offsets, lengths=lengths)
-            turns = [turn]
+            turns = [batch]
         else:
             count = -(-int(fits.sum()) // self._home.most)
             groups = np.array_split(needed[fits], count) if count else []
-            turns = [self._turn(chunks, one, offsets, lengths) for one in groups]
+            turns = [_only(batch, one) for one in groups]
             if not fits.all():
-                turns.append(self._turn(chunks, needed[~fits], offsets, lengths, long=True))
+                turns.append(replace(_only(batch, needed[~fits]), long=True))
+            turns[-1] = replace(turns[-1], last=True)
+        self._planned += 1
         self._waiting.extend(turns)
         self._batches.append(_Planned(lengths=lengths, turns=len(turns)))
 
-    def _turn(
-        self, chunks: Ints, needed: Ints, offsets: Ints, lengths: Ints, *, long: bool = False
-    ) -> _Turn:
-        rows = np.flatnonzero(np.isin(chunks, needed))
-        return _Turn(
-            rows=rows,
-            chunks=chunks[rows],
-            needed=needed,
-            offsets=offsets[rows],
-            lengths=lengths[rows],
-            long=long,
-        )
-
     def _begin(self, turn: _Turn) -> bool:
         """Begin the reads of a turn; False if it has to wait for room."""
+        nbytes = 0
         if not turn.long:
             missing = self._home.reserve(turn.needed, self._begun, self._done)
             if missing is None:
                 return False
+            nbytes += len(missing) * self._job.chunks.nbytes
+            if self._gate is not None and len(missing):
+                turn.admitted = self._pool.submit(partial(self._admit, turn.batch))
             for chunk in missing.tolist():
                 self._reading[chunk] = self._pool.submit(partial(self._home.fill, chunk))
             if self._reading:
                 turn.reads = [
                     self._reading[one] for one in turn.needed.tolist() if one in self._reading
                 ]
+        if self._gate is not None and turn.last:
+            self._pool.submit(partial(self._release, turn.batch, nbytes))
         self._begun += 1
         return True
 
+    def _admit(self, batch: int) -> tuple[int, int]:
+        assert self._gate is not None
+        self._gate.admit(batch)
+        return 0, 0
+
+    def _release(self, batch: int, nbytes: int) -> tuple[int, int]:
+        assert self._gate is not None
+        self._gate.release(batch, nbytes)
+        return 0, 0
+
     def _await(self, turn: _Turn) -> None:
         recorder = self._job.recorder
+        if turn.admitted is not None:
+            admitted = self._pool.wait(turn.admitted)
+            waited = admitted.end_ns - admitted.start_ns
+            recorder.stats.stagger_seconds += waited / 1e9
         if not all(one.done() for one in turn.reads):
             with recorder.waiting():
                 for one in turn.reads:
