@@ -12,13 +12,13 @@ from sapwood.data.batch import Batch
 from sapwood.data.index import Index, build_index, list_databases
 from sapwood.data.pagefile import Fingerprint
 from sapwood.data.provenance import Provenance
+from sapwood.data.settings import Reuse
 from sapwood.data.sidecar import index_file, load_index, open_index, save_index
 from sapwood.data.stats import ReadStats
 
 if TYPE_CHECKING:
     from sapwood.data.reader import LmdbReader
     from sapwood.data.records import LmdbRecords
-    from sapwood.data.settings import Reuse
     from sapwood.data.stagger import Stagger
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
 _NEEDS_TORCH = {
     "LmdbReader": "sapwood.data.reader",
     "LmdbRecords": "sapwood.data.records",
-    "Reuse": "sapwood.data.settings",
     "Stagger": "sapwood.data.stagger",
 }
 

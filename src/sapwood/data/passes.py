@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,10 @@ from sapwood.data.position import Position
 from sapwood.data.provenance import Provenance
 from sapwood.data.schedule import Asked, Schedule
 from sapwood.data.source import Source
-from sapwood.data.stagger import Gate, Stagger
 from sapwood.data.stats import Recorder
+
+if TYPE_CHECKING:
+    from sapwood.data.stagger import Gate, Stagger
 
 __all__ = ["Pass", "Plan"]
 
@@ -133,6 +135,8 @@ class Pass:
 
     def _gate(self) -> Gate:
         """Where the readers of all hosts take turns, each host or rank being one of them."""
+        from sapwood.data.stagger import Gate  # needs torch, which reading alone does not
+
         plan, members = self._plan, self._plan.node.members
         assert plan.stagger is not None
         return Gate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sapwood.data.batch import Batch
 from sapwood.data.engines import POLICIES, SHARED, EngineSettings, Policy
@@ -17,8 +17,10 @@ from sapwood.data.order.spec import Scope, Shuffle, Tail
 from sapwood.data.passes import Plan
 from sapwood.data.provenance import Provenance
 from sapwood.data.sidecar import open_index
-from sapwood.data.stagger import Stagger
 from sapwood.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sapwood.data.stagger import Stagger
 
 __all__ = ["ReaderSettings", "Reuse"]
 

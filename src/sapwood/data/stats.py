@@ -76,15 +76,15 @@ class Recorder:
         return made
 
     def request(self, nbytes: int, start_ns: int = 0, end_ns: int = 0, count: int = 1) -> None:
-        """Note one read, or ``count`` reads of so many bytes each."""
+        """Note one read, or ``count`` of them, of so many bytes together."""
         stats = self.stats
         stats.requests += count
-        stats.bytes_read += nbytes * count
+        stats.bytes_read += nbytes
         stats.read_seconds += (end_ns - start_ns) / 1e9
-        size = 1 << max(nbytes - 1, 0).bit_length()
+        size = 1 << max(-(-nbytes // count) - 1, 0).bit_length()
         stats.sizes[size] = stats.sizes.get(size, 0) + count
         if self.trace.on and end_ns:
-            self.trace.complete("read", start_ns, end_ns, "data", bytes=nbytes * count)
+            self.trace.complete("read", start_ns, end_ns, "data", bytes=nbytes)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from sapwood.data import memory
 from sapwood.data.engines.base import Engine, Job
@@ -16,8 +16,10 @@ from sapwood.data.engines.ring import Cache, Ring
 from sapwood.data.engines.speculative import Speculative
 from sapwood.data.order.spec import OrderSpec
 from sapwood.data.provenance import Provenance
-from sapwood.data.stagger import Gate
 from sapwood.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sapwood.data.stagger import Gate
 
 __all__ = ["POLICIES", "SHARED", "Policy", "choose"]
 

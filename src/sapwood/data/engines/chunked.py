@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter_ns
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +16,9 @@ from sapwood.data.engines.base import Bytes, Ints, Job
 from sapwood.data.engines.pool import Pool, Read
 from sapwood.data.engines.ring import Home
 from sapwood.data.gather import copy_records, gather_records
-from sapwood.data.stagger import Gate
+
+if TYPE_CHECKING:
+    from sapwood.data.stagger import Gate
 
 __all__ = ["Chunked"]
 

@@ -88,8 +88,7 @@ class Direct:
             starts.tolist(), offsets.tolist(), lengths.tolist(), strict=True
         ):
             source.read_into(source.fd, view[start : start + length], offset, length)
-        count = len(starts)
-        return (int(lengths.sum()) // count if count else 0), count
+        return int(lengths.sum()), len(starts)
 
     def _note(self, read: Read) -> None:
         if read.count:

@@ -33,7 +33,7 @@ class Pool:
         self._next = 0
 
     def submit(self, act: Callable[[], tuple[int, int]]) -> Future[Read]:
-        """Have ``act`` read; it gives the bytes of each request, and how many there were."""
+        """Have ``act`` read; it gives the bytes it read, and in how many requests."""
         answer: Future[Read] = Future()
 
         def job() -> None:

@@ -35,7 +35,7 @@ class Home(Protocol):
         ...
 
     def fill(self, chunk: int) -> tuple[int, int]:
-        """Read a chunk to its room; gives the bytes of a request, and how many there were."""
+        """Read a chunk to its room; gives the bytes read, and in how many requests."""
         ...
 
     def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
