@@ -67,6 +67,10 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="sapwood-node-reader", daemon=True)
         self._thread.start()
 
+    def finish(self) -> None:
+        """Wait until the other ranks have taken their last batches, but no longer than one read."""
+        self._thread.join(self._job.settings.timeout)
+
     def close(self) -> None:
         """End the thread; ranks that still wait for a batch are told by the end of their wire."""
         self._stop.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from time import perf_counter_ns
 
@@ -43,7 +43,7 @@ class Shared:
         """Read batch after batch."""
         job, slots = self._job, dict[int, Arena]()
         with ExitStack() as stack:
-            wire = self._join(stack)
+            wire, server = self._join(stack)
             stack.callback(lambda: [one.close() for one in slots.values()])
             for records in wanted:
                 with job.recorder.waiting():
@@ -57,17 +57,20 @@ class Shared:
                 start = perf_counter_ns()
                 data = slots[slot].bytes[at : at + nbytes].copy()
                 job.recorder.stats.gather_seconds += (perf_counter_ns() - start) / 1e9
-                wire.send(USED.pack(number))
+                with suppress(OSError):  # the next message, or its absence, tells what happened
+                    wire.send(USED.pack(number))
                 yield data
+            if server is not None:
+                server.finish()
 
-    def _join(self, stack: ExitStack) -> socket.socket:
+    def _join(self, stack: ExitStack) -> tuple[socket.socket, Server | None]:
         node, timeout = self._node, self._job.settings.timeout
         if node.leads:
             job = replace(self._job, recorder=self._job.recorder.helper())
             server = Server(job, node, self._rank, self._make, self._parts)
             stack.enter_context(closing(server))
-            return server.wire
-        return stack.enter_context(connect(node.address, self._rank, timeout))
+            return server.wire, server
+        return stack.enter_context(connect(node.address, self._rank, timeout)), None
 
     def _next(self, wire: socket.socket, slots: dict[int, Arena]) -> tuple[int, int, int, int]:
         message, fd = receive(wire)
