@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 
 import numpy as np
@@ -185,6 +186,30 @@ def test_reuse_stays_in_memory_and_in_scope(scope: str) -> None:
         for stream, records in enumerate(np.split(order.batch(0, number), streams)):
             shares.setdefault(stream // width, set()).update(records.tolist())
     assert sum(len(one) for one in shares.values()) == held  # no record in two cells
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "first", "all_of_it"),
+    [
+        ("window", [105, 914, 484, 102, 920, 97], 698299349),
+        ("global", [572, 133, 30, 785, 283, 511], 1510595947),
+        ("reuse", [725, 745, 483, 474, 993, 108], 3963615373),
+    ],
+)
+def test_orders_of_today_are_those_of_tomorrow(
+    shuffle: str, first: list[int], all_of_it: int
+) -> None:
+    """A state in a checkpoint names a seed: what it stands for may never change."""
+    chunks = Chunks.of(np.arange(1000) * 4096 + 16, np.full(1000, 3000), 65_536)
+    more = {"factor": 2, "scope": "group"} if shuffle == "reuse" else {}
+    spec = OrderSpec(batch=50, shuffle=shuffle, streams=5, window=40, seed=7, **more)
+    order = Order(spec, chunks)
+    found = np.concatenate(order.parts(3, range(order.batches)))
+    assert found[:6].tolist() == first
+    assert zlib.crc32(found.astype("<i8").tobytes()) == all_of_it
+    assert key_of(1, 2, 3) == 6265010921381000625
+    large = Permutation(300_007, 5)(np.arange(5)).tolist()
+    assert large == [1035, 69695, 281495, 106719, 107757]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 1000, 2**17, 2**17 + 1, 300_007])

@@ -31,6 +31,22 @@ def test_one_transaction_and_its_copy(tmp_path: Path, size: int, count: int, app
     assert (found == index.offsets).all()
 
 
+@pytest.mark.parametrize("key_bytes", [40, 200, 511])
+@pytest.mark.parametrize("append", [False, True])
+def test_deep_trees(tmp_path: Path, key_bytes: int, append: bool) -> None:
+    """Long keys make few nodes of a page, and so a tree of many levels of few records."""
+    path, copy, count = tmp_path / "a.mdb", tmp_path / "copy", 7000
+    written = "append" if append else "load"
+    with environment(path) as env:
+        with env.begin(write=True) as txn:
+            for n in range(count):
+                txn.put(b"%0*d" % (key_bytes, n), b"v" * 2100, append=append)
+        env.copy(str(copy), compact=True)
+    facts = {"count": count, "key_bytes": key_bytes, "value_bytes": 2100}
+    Provenance(written=written, **facts).checked(build_index(path))
+    Provenance(written="compacted", source=written, **facts).checked(build_index(copy))
+
+
 def test_reading_by_it(tmp_path: Path) -> None:
     path = tmp_path / "a.mdb"
     plain(path, numbered(300, lambda n: 3000), commit=300)

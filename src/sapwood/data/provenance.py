@@ -105,10 +105,25 @@ class Provenance:
         first, step = self._splits()
         records = np.arange(self.count)
         splits = np.where(records >= first, (records - first) // step + 1, 0)
-        # The first leaf; one more leaf for each split; a root when there are two leaves.
-        return 1 + splits + (splits > 0)
+        before = np.ones(self.count, np.int64)
+        while splits.any():
+            # One more page for each split, and a root above when there are two.
+            before += splits + (splits > 0)
+            splits = self._above(splits)
+        return before
 
     def _compacted(self) -> Ints:
-        """Each leaf follows the values it leads to."""
+        """Each leaf follows the values it leads to, and each branch its last leaf."""
         first, step = self._splits()
-        return np.minimum(np.arange(self.count) // step, max(0, -(-(self.count - first) // step)))
+        total = np.array([max(0, -(-(self.count - first) // step))])
+        page, width = np.arange(self.count), step
+        before = np.zeros(self.count, np.int64)
+        while total[0]:
+            page = np.minimum(page // width, total[0])
+            before += page
+            total, width = self._above(total), self._capacity(leaf=False)
+        return before
+
+    def _above(self, splits: Ints) -> Ints:
+        """How often pages of one level have been split, from how often those below it were."""
+        return np.where(splits > 0, (splits - 1) // self._capacity(leaf=False), 0)
