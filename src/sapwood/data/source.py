@@ -36,12 +36,12 @@ class Source:
             DataError: it cannot be read, or is not in the state of which the index is.
         """
         self.path, self._page_size = index.file, index.page_size
+        self.fd, self._direct = -1, -1
+        self._map: mmap.mmap | None = None
         try:
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise DataError(f"{self.path}: cannot be opened: {error}") from error
-        self._direct: int | None = None
-        self._map: mmap.mmap | None = None
         try:
             now = PageFile(self.path, self.fd).fingerprint
             self._metas = self._read_metas()
@@ -82,7 +82,7 @@ class Source:
 
         Some file systems cannot; there the page cache is used, and may grow.
         """
-        if self._direct is not None:
+        if self._direct >= 0:
             return self._direct, True
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -156,7 +156,11 @@ class Source:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        if self._direct is not None:
+        if self._direct >= 0:
             os.close(self._direct)
-            self._direct = None
+            self._direct = -1
         self._map = None
+
+    def __del__(self) -> None:
+        """An iterator that was left in the middle is closed when it is collected."""
+        self.close()
