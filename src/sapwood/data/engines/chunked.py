@@ -210,7 +210,7 @@ class _Run:
             read = self._reading.pop(chunk, None)
             if read is not None:
                 done = self._pool.wait(read)
-                recorder.request(done.nbytes, done.start_ns, done.end_ns, done.count)
+                recorder.request(done.nbytes, done.start_ns, done.end_ns, done.requests)
 
     def _whole(self, turn: _Turn) -> Bytes:
         self._await(turn)

@@ -91,5 +91,5 @@ class Direct:
         return int(lengths.sum()), len(starts)
 
     def _note(self, read: Read) -> None:
-        if read.count:
-            self._job.recorder.request(read.nbytes, read.start_ns, read.end_ns, read.count)
+        if read.requests:
+            self._job.recorder.request(read.nbytes, read.start_ns, read.end_ns, read.requests)

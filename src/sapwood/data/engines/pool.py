@@ -18,7 +18,7 @@ class Read(NamedTuple):
     """A read that was done: its bytes, and when."""
 
     nbytes: int
-    count: int
+    requests: int
     start_ns: int
     end_ns: int
 

@@ -73,7 +73,7 @@ class Ring:
     def reserve(self, chunks: Ints, turn: int, done: int) -> Ints | None:
         """Keep what is there, and replace what nobody planned to use."""
         room = self._room[chunks]
-        missing = chunks[room == _EMPTY]
+        missing: Ints = chunks[room == _EMPTY]
         kept = room[room != _EMPTY]
         if len(missing):
             free = np.flatnonzero(self._until < done)

@@ -44,7 +44,7 @@ class Shared:
         job, slots = self._job, dict[int, Arena]()
         with ExitStack() as stack:
             wire, server = self._join(stack)
-            stack.callback(lambda: [one.close() for one in slots.values()])
+            stack.callback(_close, slots)
             for records in wanted:
                 with job.recorder.waiting():
                     number, slot, at, nbytes = self._next(wire, slots)
@@ -83,3 +83,8 @@ class Shared:
                 slots[slot].close()
             slots[slot] = Arena.attach(fd)
         return number, slot, at, nbytes
+
+
+def _close(slots: dict[int, Arena]) -> None:
+    for arena in slots.values():
+        arena.close()

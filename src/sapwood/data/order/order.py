@@ -13,6 +13,7 @@ reuse    several  the same, but each window is gone through several times before
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -115,7 +116,8 @@ class Order:
 
         order, starts = self._once(("line", epoch), line)
         slot = np.searchsorted(starts, places, side="right") - 1
-        return chunks.records[chunks.starts[order[slot]] + places - starts[slot]]
+        found: Ints = chunks.records[chunks.starts[order[slot]] + places - starts[slot]]
+        return found
 
     def _windowed(self, epoch: int, stream: Ints, item: Ints) -> Ints:
         """Permute inside of windows; those of different streams end at different times."""
@@ -150,7 +152,7 @@ class Order:
         for one in np.unique(turn).tolist():
             chosen = np.flatnonzero(turn == one)
             base, count = int(load[chosen[0]]) * held, int(size[chosen[0]])
-            table = self._once(("turn", epoch, one), lambda n=count, t=one: self._turn(epoch, t, n))
+            table = self._once(("turn", epoch, one), partial(self._turn, epoch, one, count))
             found[chosen] = base + table[left[chosen] % count]
         return found
 
