@@ -42,19 +42,19 @@ def rows(batches: Any) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
 
 
-@pytest.mark.parametrize("workers", [0, 2, 3])
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("start", ["fork", "forkserver"])
 def test_the_same_batches_in_the_same_order(path: Path, workers: int, start: str) -> None:
-    if workers == 0 and start == "spawn":
-        start = ""
+    """The fork server's processes get the reader pickled, as those of spawn do."""
     whole = rows(reader(path, epochs=2))
     loader = DataLoader(
         reader(path, epochs=2),
         batch_size=None,
         num_workers=workers,
-        multiprocessing_context=start if workers else None,
+        multiprocessing_context=start,
     )
     assert rows(loader) == whole
+    assert rows(DataLoader(reader(path, epochs=2), batch_size=None)) == whole
     assert len(loader) == len(whole) == 24
 
 
@@ -76,7 +76,7 @@ def test_records_by_number(path: Path, workers: int) -> None:
         shuffle=True,
         collate_fn=same,
         num_workers=workers,
-        multiprocessing_context="spawn" if workers else None,
+        multiprocessing_context="forkserver" if workers else None,
     )
     found = [row.numpy().tobytes() for batch in loader for row in batch]
     assert sorted(found) == sorted(expected)
@@ -93,6 +93,8 @@ def test_records_by_number(path: Path, workers: int) -> None:
     records.close()
 
 
+# torchdata uses what this torch warns about.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stateful_data_loader(path: Path, workers: int) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")

@@ -58,7 +58,7 @@ def order_of(spec: OrderSpec, count: int) -> Order:
         return Order(OrderSpec(batch=1), chunks_of(count))
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(SPECS, COUNTS, st.integers(0, 3))
 def test_ranks_together_give_the_same_batches(spec: OrderSpec, count: int, epoch: int) -> None:
     order = order_of(spec, count)

@@ -113,7 +113,7 @@ def resident(what: str) -> int:
 
 def test_memory_stays_within_what_was_given(tmp_path: Path) -> None:
     plain(tmp_path / "a.mdb", numbered(8000, lambda n: 3000), commit=4000)
-    assert (tmp_path / "a.mdb").stat().st_size > 32 * 2**20
+    assert (tmp_path / "a.mdb").stat().st_size > 31 * 2**20
     (found,) = ranks.spawn(peak, 1, str(tmp_path / "a.mdb"))
     assert found < 10 * 2**20
 
@@ -197,7 +197,7 @@ def test_states_of_other_orders_are_refused(folder: Path) -> None:
         LmdbReader(folder / "inline", 20).load_state_dict(state)
     with pytest.raises(ConfigError, match="seed was 0 and is 1"):
         LmdbReader(folder / "inline", 10, seed=1).load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"records was|layout was"):
+    with pytest.raises(ConfigError, match="the layout of the file was"):
         LmdbReader(folder / "mixed", 10).load_state_dict(state)
     with pytest.raises(ConfigError, match="not the state of a reader"):
         LmdbReader(folder / "inline", 10).load_state_dict({"epoch": 3})

@@ -46,7 +46,7 @@ def to_state(position: Position, spec: OrderSpec, chunks: Chunks) -> dict[str, A
         "batch": position.batch,
         "until": _NONE if position.until is None else position.until,
         "origin": _NONE if position.origin is None else position.origin,
-        "order": {**asdict(spec), **_facts(chunks)},
+        "order": {**_facts(chunks), **asdict(spec)},
     }
 
 
@@ -63,10 +63,10 @@ def from_state(state: Mapping[str, Any], spec: OrderSpec, chunks: Chunks) -> Pos
         raise ConfigError(f"not the state of a reader: {error!r}") from error
     if version != VERSION:
         raise ConfigError(f"the state has version {version}, expected {VERSION}")
-    mine = {**asdict(spec), **_facts(chunks)}
+    mine = {**_facts(chunks), **asdict(spec)}
     for name, value in mine.items():
         if kept.get(name) != value:
-            what = "batch_size" if name == "batch" else name
+            what = {"batch": "batch_size", "layout": "the layout of the file"}.get(name, name)
             raise ConfigError(
                 f"the state is of another order: {what} was {kept.get(name)!r} and is {value!r}; "
                 "make the reader as it was, or begin an epoch with set_epoch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -58,6 +59,8 @@ class Ring:
         self._width = int(extent[extent <= limit].max(initial=ALIGN))
         self.most = max(job.settings.memory // self._width, 1)
         self._map = mmap.mmap(-1, self.most * self._width)
+        with suppress(OSError, AttributeError):  # fewer, larger pages, where the system has them
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._memory: Bytes = np.frombuffer(self._map, np.uint8)
         self._room = np.full(len(job.chunks), _EMPTY)
         """Which buffer each chunk is in."""

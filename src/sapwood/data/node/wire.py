@@ -105,7 +105,9 @@ def receive(wire: socket.socket) -> tuple[bytes, int | None]:
             f"{wire.gettimeout():g} s: it is stopped, or further behind than that"
         ) from None
     except OSError as error:
-        raise PeerFailed(f"the rank of this host that reads for the others: {error}") from error
+        raise PeerFailed(
+            f"the rank of this host that reads for the others died or left: {error}"
+        ) from error
     if not data:
         raise PeerFailed("the rank of this host that reads for the others died or left")
     return data, fds[0] if fds else None

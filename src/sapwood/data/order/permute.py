@@ -32,9 +32,15 @@ def key_of(*numbers: int) -> int:
     """One key from several numbers; another order of them is another key."""
     key = 0
     for number in numbers:
-        word = np.array([(key + _STEP + number * _STEP) & _MASK], np.uint64)
-        key = int(mix(mix(word) ^ np.uint64(number & _MASK))[0])
+        word = _mix_one((key + _STEP + number * _STEP) & _MASK)
+        key = _mix_one(word ^ (number & _MASK))
     return key
+
+
+def _mix_one(word: int) -> int:
+    word = (word ^ (word >> 30)) * _FIRST & _MASK
+    word = (word ^ (word >> 27)) * _SECOND & _MASK
+    return word ^ (word >> 31)
 
 
 class Permutation:
@@ -47,6 +53,7 @@ class Permutation:
         if count <= _TABLE:
             words = mix(np.arange(count, dtype=np.uint64) * np.uint64(_STEP) + np.uint64(key))
             self._table = np.argsort(words, kind="stable").astype(np.int64)
+            return
         self._half = ((max(count, 2) - 1).bit_length() + 1) // 2
         self._keys = [np.uint64(key_of(key, number)) for number in range(_ROUNDS)]
 
