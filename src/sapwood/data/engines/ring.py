@@ -58,9 +58,7 @@ class Ring:
         limit = 2 * job.chunks.nbytes
         self._width = int(extent[extent <= limit].max(initial=ALIGN))
         self.most = max(job.settings.memory // self._width, 1)
-        self._map = mmap.mmap(-1, self.most * self._width)
-        with suppress(OSError, AttributeError):  # fewer, larger pages, where the system has them
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = _private(self.most * self._width)
         self._memory: Bytes = np.frombuffer(self._map, np.uint8)
         self._room = np.full(len(job.chunks), _EMPTY)
         """Which buffer each chunk is in."""
@@ -102,6 +100,18 @@ class Ring:
     def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
         """Places in the ring."""
         return self._memory, self._room[chunks] * self._width + offsets - self._low[chunks]
+
+
+def _private(nbytes: int) -> mmap.mmap:
+    """Memory in as large pages as the system has, and not for forked children.
+
+    A fork would have the pages copied that reads under way still write to.
+    """
+    made = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with suppress(OSError, AttributeError):
+            made.madvise(getattr(mmap, advice))
+    return made
 
 
 class Cache:
