@@ -327,6 +327,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         ({"rank": 1}, "rank=1, world=None: give both"),
         ({"rank": 2, "world": 2}, "expected a rank from 0 to world - 1"),
         ({"rank": 0, "world": 20}, "batch_size=10 is the batch of all 20 ranks"),
+        ({"rank": 0, "world": 2, "share": True}, "known from the launcher only"),
         ({"epochs": 0}, "epochs=0: expected 1 or more"),
         ({"policy": "fast"}, "policy='fast': expected one of auto, lmdb"),
         ({"reuse": Reuse()}, "reuse= is for shuffle='reuse', and that is 'window'"),

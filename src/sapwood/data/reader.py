@@ -97,6 +97,7 @@ class LmdbReader(IterableDataset[Any]):
             chunk: Bytes of a request; by default 1 to 8 MiB, by the length of records. It is part
                 of the order.
             memory: Bytes of the ring chunks are read into; by default 128 MiB, or twice the window.
+                One chunk with a record that goes beyond its end is the least.
             threads: How many requests are in flight.
             timeout: Seconds one request may take.
             rank: This rank; found from the launcher by default.
@@ -110,6 +111,11 @@ class LmdbReader(IterableDataset[Any]):
             ConfigError: arguments make no sense.
             DataError: the database is damaged or has no records.
         """
+        if share and rank is not None:
+            raise ConfigError(
+                f"share=True with rank={rank}: which ranks share a host is known from the launcher "
+                "only; leave rank and world out"
+            )
         rank, world, node = _place(rank, world)
         self._settings = ReaderSettings(
             path=path,

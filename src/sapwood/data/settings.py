@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from sapwood.data.stagger import Stagger
 
 __all__ = ["ReaderSettings", "Reuse"]
+
+_log = logging.getLogger(__name__)
 
 _MEMORY = 128 * MIB
 _SMALLEST, _LARGEST = 1 * MIB, 8 * MIB
@@ -101,6 +104,13 @@ class ReaderSettings:
             ConfigError: the order cannot be made.
             DataError: the database is damaged, or has no records.
         """
+        if self.memory is not None and self.memory * self.world < self.window:
+            _log.warning(
+                "memory=%d of %d ranks is less than window=%d: chunks will be read several times",
+                self.memory,
+                self.world,
+                self.window,
+            )
         index = open_index(self.path, self.database, file=self.index)
         chunks = Chunks.of(index.offsets, index.lengths, self.chunk or _chunk_bytes(index))
         return Plan(
