@@ -31,6 +31,11 @@ __all__ = ["Pass", "Plan"]
 Ints = NDArray[np.int64]
 
 
+_inherited: list[Pass] = []
+"""A forked child has no threads to end, and their locks may be held for ever: what it has of its
+parent's passes is left alone, and not even collected."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a pass is about; nothing of it changes meanwhile."""
@@ -84,7 +89,8 @@ class Pass:
     def close(self) -> None:
         """End the threads and close the file; calling it again does nothing."""
         if os.getpid() != self._pid:
-            return  # a forked child has no threads, and the file is its parent's
+            _inherited.append(self)
+            return
         self._batches.close()
         self._source.close()
 

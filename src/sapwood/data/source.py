@@ -77,25 +77,25 @@ class Source:
                 "nobody writes to it"
             )
 
-    def direct(self) -> tuple[int, bool]:
-        """A descriptor that passes by the page cache, and whether it really does.
+    def direct(self) -> int:
+        """A descriptor that passes by the page cache.
 
         Some file systems cannot; there the page cache is used, and may grow.
         """
         if self._direct >= 0:
-            return self._direct, True
+            return self._direct
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError:
-            return self.fd, False
+            return self.fd
         try:
             with mmap.mmap(-1, ALIGN) as probe:
                 os.preadv(fd, [probe], 0)
         except OSError:
             os.close(fd)
-            return self.fd, False
+            return self.fd
         self._direct = fd
-        return fd, True
+        return fd
 
     def mapped(self) -> NDArray[np.uint8]:
         """The whole file as memory; pages are read when they are touched.

@@ -50,7 +50,7 @@ class Ring:
     def __init__(self, job: Job) -> None:
         """Take the memory; it is touched when it is first read into."""
         self._source, self._chunks = job.source, job.chunks
-        self._fd, self.aligned = job.source.direct()
+        self._fd = job.source.direct()
         self._low = job.chunks.low // ALIGN * ALIGN
         self._high = -(-job.chunks.high // ALIGN) * ALIGN
         extent = self._high - self._low
