@@ -1,0 +1,151 @@
+"""Where chunks are while their records are needed: a ring of buffers, or the page cache."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from contextlib import suppress
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sapwood.data.engines.base import MIB, Bytes, Ints, Job
+from sapwood.data.source import ALIGN
+
+__all__ = ["Cache", "Home", "Ring"]
+
+_EMPTY = -1
+
+
+class Home(Protocol):
+    """Memory for chunks. Only the thread that asks for batches calls it, but for ``fill``."""
+
+    most: int
+    """How many chunks can be in it at the same time."""
+
+    def fits(self, chunks: Ints) -> NDArray[np.bool_]:
+        """Which chunks are not too long for it."""
+        ...
+
+    def reserve(self, chunks: Ints, turn: int, done: int) -> Ints | None:
+        """Make room for the chunks of a turn; turns below ``done`` need theirs no more.
+
+        Gives those that must be read now, or None if there is no room before another turn is done.
+        """
+        ...
+
+    def fill(self, chunk: int) -> tuple[int, int]:
+        """Read a chunk to its room; gives the bytes read, and in how many requests."""
+        ...
+
+    def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
+        """Memory, and where in it the bytes at these offsets of the file are."""
+        ...
+
+
+class Ring:
+    """A fixed number of aligned buffers; the chunk that was last needed the longest ago goes."""
+
+    def __init__(self, job: Job) -> None:
+        """Take the memory; it is touched when it is first read into."""
+        self._source, self._chunks = job.source, job.chunks
+        self._fd = job.source.direct()
+        self._low = job.chunks.low // ALIGN * ALIGN
+        self._high = -(-job.chunks.high // ALIGN) * ALIGN
+        extent = self._high - self._low
+        # One long record must not make every buffer long: those are read by themselves.
+        limit = 2 * job.chunks.nbytes
+        self._width = int(extent[extent <= limit].max(initial=ALIGN))
+        self.most = max(job.settings.memory // self._width, 1)
+        self._map = _private(self.most * self._width)
+        self._memory: Bytes = np.frombuffer(self._map, np.uint8)
+        self._room = np.full(len(job.chunks), _EMPTY)
+        """Which buffer each chunk is in."""
+        self._holds = np.full(self.most, _EMPTY)
+        self._until = np.full(self.most, -1)
+        """The last turn that needs each buffer."""
+
+    def fits(self, chunks: Ints) -> NDArray[np.bool_]:
+        """Which chunks are not too long for a buffer."""
+        found: NDArray[np.bool_] = self._high[chunks] - self._low[chunks] <= self._width
+        return found
+
+    def reserve(self, chunks: Ints, turn: int, done: int) -> Ints | None:
+        """Keep what is there, and replace what nobody planned to use."""
+        room = self._room[chunks]
+        missing: Ints = chunks[room == _EMPTY]
+        kept = room[room != _EMPTY]
+        if len(missing):
+            free = np.flatnonzero(self._until < done)
+            free = free[~np.isin(free, kept)]
+            if len(free) < len(missing):
+                return None
+            chosen = free[np.argsort(self._until[free], kind="stable")[: len(missing)]]
+            old = self._holds[chosen]
+            self._room[old[old != _EMPTY]] = _EMPTY
+            self._holds[chosen] = missing
+            self._room[missing] = chosen
+        self._until[self._room[chunks]] = turn
+        return missing
+
+    def fill(self, chunk: int) -> tuple[int, int]:
+        """Read a chunk with one request."""
+        low, high = int(self._low[chunk]), int(self._high[chunk])
+        start = int(self._room[chunk]) * self._width
+        buffer = memoryview(self._map)[start : start + high - low]
+        self._source.read_into(self._fd, buffer, low, int(self._chunks.high[chunk]) - low)
+        return high - low, 1
+
+    def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
+        """Places in the ring."""
+        return self._memory, self._room[chunks] * self._width + offsets - self._low[chunks]
+
+
+def _private(nbytes: int) -> mmap.mmap:
+    """Memory in as large pages as the system has, and not for forked children.
+
+    A fork would have the pages copied that reads under way still write to.
+    """
+    made = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with suppress(OSError, AttributeError):
+            made.madvise(getattr(mmap, advice))
+    return made
+
+
+class Cache:
+    """The page cache, warmed in large requests; what was read stays for the next epochs."""
+
+    def __init__(self, job: Job) -> None:
+        """Nothing is read yet."""
+        self._source, self._chunks = job.source, job.chunks
+        self._memory = job.source.mapped()
+        self._warm = np.zeros(len(job.chunks), np.bool_)
+        self.most = 2**31
+        self._scratch = threading.local()
+
+    def fits(self, chunks: Ints) -> NDArray[np.bool_]:
+        """All do."""
+        return np.ones(len(chunks), np.bool_)
+
+    def reserve(self, chunks: Ints, turn: int, done: int) -> Ints | None:
+        """Those not read yet must be read; there is always room."""
+        missing = chunks[~self._warm[chunks]]
+        self._warm[missing] = True
+        return missing
+
+    def fill(self, chunk: int) -> tuple[int, int]:
+        """Have the system read a chunk, and wait until it has."""
+        low, high = int(self._chunks.low[chunk]), int(self._chunks.high[chunk])
+        self._source.advise(low, high)  # all of it at once, so that requests are large
+        if not hasattr(self._scratch, "view"):
+            self._scratch.view = memoryview(bytearray(MIB))
+        for at in range(low, high, MIB):
+            size = min(MIB, high - at)
+            self._source.read_into(self._source.fd, self._scratch.view[:size], at, size)
+        return high - low, 1
+
+    def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
+        """Places in the file."""
+        return self._memory, offsets

@@ -1,0 +1,119 @@
+"""What is said between the process that reads and the others of its host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from contextlib import suppress
+
+from sapwood.errors import DeadlineError, PeerFailed
+
+__all__ = ["FAILED", "HELLO", "PLACED", "USED", "accept", "connect", "listen", "receive"]
+
+HELLO = struct.Struct("<q")
+"""The rank of the one who connects."""
+PLACED = struct.Struct("<qqqq")
+"""A batch is in memory: its number, the slot, and where in it the records of the receiver are."""
+USED = struct.Struct("<q")
+"""The number of a batch whose slot the sender needs no more."""
+FAILED = -1
+"""Instead of a number: reading failed, and the rest of the message says why."""
+LONGEST = 4096
+_PAUSE = 0.01
+_CRED = struct.Struct("3i")
+
+
+def listen(address: str, backlog: int) -> socket.socket:
+    """Wait for others at a name.
+
+    Raises:
+        OSError: somebody does already.
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        made.bind(address)
+        made.listen(backlog)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def accept(listening: socket.socket, deadline: float) -> tuple[int, socket.socket]:
+    """The next of our own processes that connects, and its rank.
+
+    Raises:
+        DeadlineError: none did in time.
+    """
+    while True:
+        listening.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            made, _ = listening.accept()
+        except TimeoutError:
+            raise DeadlineError("not all ranks of this host began to read in time") from None
+        made.settimeout(max(deadline - time.monotonic(), 0.001))
+        if not _ours(made):
+            made.close()
+            continue
+        with suppress(TimeoutError, OSError):
+            hello = made.recv(HELLO.size)
+            if len(hello) == HELLO.size:
+                return HELLO.unpack(hello)[0], made
+        made.close()
+
+
+def connect(address: str, rank: int, timeout: float) -> socket.socket:
+    """Reach the process that reads, which may not have begun yet.
+
+    Raises:
+        DeadlineError: it was not there in time.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made.settimeout(timeout)
+        try:
+            made.connect(address)
+            if _ours(made):
+                made.send(HELLO.pack(rank))
+                return made
+        except (ConnectionRefusedError, FileNotFoundError, TimeoutError):
+            pass
+        made.close()
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"the rank of this host that reads for the others was not there in {timeout:g} s; "
+                "do all ranks iterate over the reader, the same number of times?"
+            )
+        time.sleep(_PAUSE)
+
+
+def receive(wire: socket.socket) -> tuple[bytes, int | None]:
+    """A message, and the descriptor that came with it.
+
+    Raises:
+        DeadlineError: none came in time.
+        PeerFailed: the other side is gone.
+    """
+    try:
+        data, fds, _, _ = socket.recv_fds(wire, LONGEST, 1)
+    except TimeoutError:
+        raise DeadlineError(
+            f"the rank of this host that reads for the others gave no batch in "
+            f"{wire.gettimeout():g} s: it is stopped, or further behind than that"
+        ) from None
+    except OSError as error:
+        raise PeerFailed(
+            f"the rank of this host that reads for the others died or left: {error}"
+        ) from error
+    if not data:
+        raise PeerFailed("the rank of this host that reads for the others died or left")
+    return data, fds[0] if fds else None
+
+
+def _ours(wire: socket.socket) -> bool:
+    """Any user of the host may connect to such a name, and only our own processes may read."""
+    raw = wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size)
+    return bool(_CRED.unpack(raw)[1] == os.getuid())

@@ -1,0 +1,166 @@
+"""A database that is open for reading records, by those who know where they are."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sapwood.data.index import Index
+from sapwood.data.layout import META_BYTES
+from sapwood.data.pagefile import PageFile
+from sapwood.errors import DataError
+
+__all__ = ["ALIGN", "Source"]
+
+ALIGN = 4096
+"""Reads that pass by the page cache begin and end on multiples of this, in memory and on disk."""
+
+
+class Source:
+    """The bytes of a database, as long as nobody writes to it.
+
+    No lock is taken. A writer leaves the pages of our transaction alone until it has committed the
+    next one, and each commit changes a meta page. So bytes are right if the meta pages are still
+    the same after they were read, which ``check`` makes sure of.
+    """
+
+    def __init__(self, index: Index) -> None:
+        """Open the file.
+
+        Raises:
+            DataError: it cannot be read, or is not in the state of which the index is.
+        """
+        self.path, self._page_size = index.file, index.page_size
+        self.fd, self._direct = -1, -1
+        self._map: mmap.mmap | None = None
+        try:
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be opened: {error}") from error
+        try:
+            now = PageFile(self.path, self.fd).fingerprint
+            self._metas = self._read_metas()
+        except (DataError, OSError) as error:
+            self.close()
+            raise DataError(f"{self.path}: {error}") from error
+        if now != index.fingerprint:
+            self.close()
+            raise DataError(
+                f"{self.path}: the database is at transaction {now.txnid}, and the index is of "
+                f"{index.fingerprint.txnid}; make a new reader, which makes a new index"
+            )
+        self.size = now.size
+
+    def _read_metas(self) -> tuple[bytes, bytes, int]:
+        first = os.pread(self.fd, META_BYTES, 0)
+        second = os.pread(self.fd, META_BYTES, self._page_size)
+        return first, second, os.fstat(self.fd).st_size
+
+    def check(self) -> None:
+        """Raise if somebody has written since the file was opened.
+
+        Raises:
+            DataError: it was changed, so what was read last may be wrong.
+        """
+        try:
+            same = self._read_metas() == self._metas
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error}") from error
+        if not same:
+            raise DataError(
+                f"{self.path}: the database was changed while it was read; make a new reader when "
+                "nobody writes to it"
+            )
+
+    def direct(self) -> int:
+        """A descriptor that passes by the page cache.
+
+        Some file systems cannot; there the page cache is used, and may grow.
+        """
+        if self._direct >= 0:
+            return self._direct
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:
+            return self.fd
+        try:
+            with mmap.mmap(-1, ALIGN) as probe:
+                os.preadv(fd, [probe], 0)
+        except OSError:
+            os.close(fd)
+            return self.fd
+        self._direct = fd
+        return fd
+
+    def mapped(self) -> NDArray[np.uint8]:
+        """The whole file as memory; pages are read when they are touched.
+
+        Raises:
+            DataError: there is no address space for it.
+        """
+        if self._map is None:
+            try:
+                self._map = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ)
+            except (OSError, ValueError) as error:
+                raise DataError(f"{self.path}: cannot be mapped: {error}") from error
+        return np.frombuffer(self._map, np.uint8)
+
+    def read_into(self, fd: int, buffer: memoryview, offset: int, needed: int) -> None:
+        """Fill a buffer; after ``needed`` bytes the file may end.
+
+        Raises:
+            DataError: it ended before, or the disk failed.
+        """
+        done = 0
+        while done < needed:
+            try:
+                count = os.preadv(fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                why = errno.errorcode.get(error.errno or 0, "?")
+                raise DataError(
+                    f"{self.path}: page {(offset + done) // self._page_size}: cannot be read: "
+                    f"{why}: {error}"
+                ) from error
+            if count == 0:
+                raise DataError(
+                    f"{self.path}: page {(offset + done) // self._page_size}: the file ends there, "
+                    f"and {needed - done} more bytes were expected; it was cut off"
+                )
+            done += count
+            fd = self.fd  # what is left begins at a place that need not be aligned
+
+    def advise(self, low: int, high: int) -> None:
+        """Say that these bytes will be read soon."""
+        with suppress(OSError):  # it is only a hint
+            os.posix_fadvise(self.fd, low, high - low, os.POSIX_FADV_WILLNEED)
+
+    def resident(self, probes: int = 64) -> float:
+        """About which part of the file is in the page cache."""
+        found, byte = 0, bytearray(1)
+        for at in np.linspace(0, self.size - 1, probes, dtype=np.int64).tolist():
+            try:
+                found += os.preadv(self.fd, [byte], at, os.RWF_NOWAIT)
+            except BlockingIOError:
+                continue
+            except OSError:  # a file system that cannot tell
+                return 0.0
+        return found / probes
+
+    def close(self) -> None:
+        """Close the file; memory given out by ``mapped`` stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if self._direct >= 0:
+            os.close(self._direct)
+            self._direct = -1
+        self._map = None
+
+    def __del__(self) -> None:
+        """An iterator that was left in the middle is closed when it is collected."""
+        self.close()

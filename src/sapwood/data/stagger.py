@@ -1,0 +1,119 @@
+"""Who may read now: a few of all readers at a time, one after the other in the order of the file.
+
+Many readers at once make a file system jump to and fro. So each reader has a number for each batch,
+which goes up with the place in the file, and begins when the one ``size`` places before it has
+ended. What the store holds are tokens: the numbers of those that have ended.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from sapwood.errors import ConfigError, DeadlineError
+from sapwood.runtime.bounded import BoundedStore
+from sapwood.runtime.stores import PrefixStore, Store
+
+__all__ = ["Gate", "Stagger"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stagger:
+    """What ``policy="stag"`` needs to know."""
+
+    store: Store
+    """The group's store, or any other that all readers reach."""
+    size: int = 2
+    """How many readers may read at the same time, at first."""
+    adapt: int = 64
+    """After so many batches another size is tried, and kept if more was read; 0 is never."""
+
+    def __post_init__(self) -> None:
+        """Refuse what lets nobody read.
+
+        Raises:
+            ConfigError: a number is too small.
+        """
+        if self.size < 1 or self.adapt < 0:
+            raise ConfigError(
+                f"size={self.size}, adapt={self.adapt}: expected a size of 1 or more, and a number "
+                "of batches, or 0 for never"
+            )
+
+
+class Gate:
+    """One reader's turns; all readers have as many."""
+
+    def __init__(
+        self, stagger: Stagger, name: str, *, number: int, readers: int, timeout: float
+    ) -> None:
+        """``number`` is this reader's among ``readers``; ``name`` is the same for all of them."""
+        self._store = BoundedStore(PrefixStore(f"sapwood-data/{name}", stagger.store), timeout)
+        self._number, self._readers, self._timeout = number, readers, timeout
+        self._adapt = stagger.adapt
+        self.size = min(stagger.size, readers)
+        self._climb = _Climb(self.size, readers)
+        self._began = time.monotonic()
+        self._period = 0
+
+    def admit(self, batch: int) -> None:
+        """Wait until it is this reader's turn.
+
+        Raises:
+            DeadlineError: a reader before it did not end in time.
+        """
+        self._resize(batch)
+        before = batch * self._readers + self._number - self.size
+        if before >= 0 and not self._store.wait(f"ended/{before}", self._timeout):
+            who, when = before % self._readers, before // self._readers
+            raise DeadlineError(
+                f"reader {who} has not read its part of batch {when} for {self._timeout:g} s, and "
+                f"reader {self._number} may not begin before"
+            )
+
+    def release(self, batch: int, nbytes: int) -> None:
+        """Let the next one read; to be called for each batch, whether it needed reading or not."""
+        if self._adapt:
+            self._store.add(f"bytes/{batch // self._adapt}", nbytes)
+        self._store.set(f"ended/{batch * self._readers + self._number}", "1")
+        if self._adapt and self._number == 0 and (batch + 1) % self._adapt == 0:
+            self._judge((batch + 1) // self._adapt)
+
+    def leave(self) -> None:
+        """End the thread that asks the store."""
+        self._store.close()
+
+    def _judge(self, period: int) -> None:
+        """The first reader judges by what all have read, and the others do as it says."""
+        now = time.monotonic()
+        read = self._store.add(f"bytes/{period - 1}", 0)
+        size = self._climb.next(read / max(now - self._began, 1e-9))
+        self._began = now
+        self._store.set(f"size/{period}", str(size))
+
+    def _resize(self, batch: int) -> None:
+        period = batch // self._adapt if self._adapt else 0
+        if period == self._period:
+            return
+        if not self._store.wait(f"size/{period}", self._timeout):
+            raise DeadlineError(
+                f"reader 0 has not said how many may read at a time for {self._timeout:g} s"
+            )
+        self.size, self._period = int(self._store.get(f"size/{period}")), period
+
+
+class _Climb:
+    """Double or halve as long as more is read, and turn round when less is."""
+
+    def __init__(self, size: int, most: int) -> None:
+        self._size, self._most = size, most
+        self._up = True
+        self._rate = 0.0
+
+    def next(self, rate: float) -> int:
+        if rate < self._rate:
+            self._up = not self._up
+        self._rate = rate
+        size = self._size * 2 if self._up else self._size // 2
+        self._size = max(1, min(size, self._most))
+        return self._size
