@@ -54,7 +54,7 @@ def test_a_running_example_is_forked_with_changes(tmp_path: Path) -> None:
             "2",
             *words,
             "--steps",
-            "300",
+            "200",
             "--pause",
             "0",
             tmp_path=tmp_path,
