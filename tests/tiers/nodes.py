@@ -52,7 +52,10 @@ class Process:
         self._popen.wait(10)
 
     def stop(self) -> None:
+        """Returns when it has stopped: a signal may take effect a little later."""
         self._popen.send_signal(signal.SIGSTOP)
+        _, status = os.waitpid(self._popen.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
 
     def close(self) -> None:
         self._popen.kill()

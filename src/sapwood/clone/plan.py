@@ -83,7 +83,8 @@ class ClonePlan:
             [m.tag, m.donor, m.clone, m.bucket, [[*p.key, p.start, p.stop] for p in m.parts]]
             for m in self.messages
         ]
-        text = json.dumps([self.catalog.to_json(), rows], separators=(",", ":"))
+        whole = [self.donors, self.clones, self.catalog.to_json(), rows]
+        text = json.dumps(whole, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
