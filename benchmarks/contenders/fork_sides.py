@@ -57,9 +57,24 @@ class Donor(ABC):
     def join(self, turn: Turn) -> None:
         """Let the clones begin; returns when the next step is the one to be cloned."""
 
-    @abstractmethod
     def fork(self, turn: Turn) -> Forked:
         """Train it, and the next."""
+        training = self.training
+        begun = time.perf_counter()
+        training.step()
+        backward_at, ended = training.backward_at, training.ended_at
+        self.next_step(turn)
+        return Forked(
+            asked=self.asked,
+            begun=begun,
+            backward_at=backward_at,
+            ended=ended,
+            pair=time.perf_counter() - begun,
+        )
+
+    def next_step(self, turn: Turn) -> None:
+        """The step behind the one that is cloned."""
+        self.training.step()
 
     def settle(self) -> None:
         """All clones are ready; wait until nothing more is done for them."""
@@ -92,20 +107,9 @@ class PeerDonor(Donor):
         turn.hear("posted")
         self.training.step()  # after the wait, the first step is slower
 
-    def fork(self, turn: Turn) -> Forked:
-        training = self.training
-        begun = time.perf_counter()
-        training.step()
-        backward_at, ended = training.backward_at, training.ended_at
-        self.way.send(training, turn)
-        training.step(lambda: self.way.before_update(turn))  # type: ignore[call-arg]
-        return Forked(
-            asked=self.asked,
-            begun=begun,
-            backward_at=backward_at,
-            ended=ended,
-            pair=time.perf_counter() - begun,
-        )
+    def next_step(self, turn: Turn) -> None:
+        self.way.send(self.training, turn)
+        self.training.step(lambda: self.way.before_update(turn))  # type: ignore[call-arg]
 
     def sent(self) -> int:
         return self.way.sent(self.training)
@@ -145,20 +149,6 @@ class OurDonor(Donor):
     def why(self) -> str:
         report = self.report()
         return "" if report is None else report.failure
-
-    def fork(self, turn: Turn) -> Forked:
-        training = self.training
-        begun = time.perf_counter()
-        training.step()
-        backward_at, ended = training.backward_at, training.ended_at
-        training.step()
-        return Forked(
-            asked=self.asked,
-            begun=begun,
-            backward_at=backward_at,
-            ended=ended,
-            pair=time.perf_counter() - begun,
-        )
 
     def settle(self) -> None:
         deadline = time.monotonic() + WAIT

@@ -18,9 +18,9 @@ from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.files import Files
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.packed import PackedTier
-from sapwood.tiers.record import CheckpointId, ShardRecord, describe
+from sapwood.tiers.record import CheckpointId, ShardRecord
 from tests.tiers.contract import read_all
-from tests.tiers.shards import ATTEMPT, fill, plan, shard
+from tests.tiers.shards import ATTEMPT, described, fill, plan, shard
 
 OLD, NEW, NEXT = (CheckpointId(step, ATTEMPT) for step in (1, 2, 3))
 WORLD = 2
@@ -63,16 +63,7 @@ def hardly_changed(
         if piece.key[0] == "optimizer":
             part = slice(piece.at, piece.at + piece.nbytes)
             memory[part] = other[part]
-    record = describe(
-        id=CheckpointId(step, ATTEMPT),
-        world=world,
-        catalog=shards.catalog,
-        shard=shards.shards[rank],
-        data=memory,
-        created=float(step),
-        extras={"step": step, "rank": rank},
-    )
-    return record, memory
+    return described(shards, rank, step, memory), memory
 
 
 def ranks_of(id: CheckpointId) -> list[Stored]:

@@ -45,19 +45,25 @@ def fill(shards: ShardPlan, rank: int, step: int) -> np.ndarray:
     return memory
 
 
-def shard(
-    step: int, rank: int, world: int, *, attempt: str = ATTEMPT, **options: int
-) -> tuple[ShardRecord, np.ndarray]:
-    """A record and its bytes."""
-    shards = plan(world, **options)
-    memory = fill(shards, rank, step)
-    record = describe(
+def described(
+    shards: ShardPlan, rank: int, step: int, memory: np.ndarray, attempt: str = ATTEMPT
+) -> ShardRecord:
+    """The record of a shard with these bytes."""
+    return describe(
         id=CheckpointId(step, attempt),
-        world=world,
+        world=len(shards.shards),
         catalog=shards.catalog,
         shard=shards.shards[rank],
         data=memory,
         created=float(step),
         extras={"step": step, "rank": rank},
     )
-    return record, memory
+
+
+def shard(
+    step: int, rank: int, world: int, *, attempt: str = ATTEMPT, **options: int
+) -> tuple[ShardRecord, np.ndarray]:
+    """A record and its bytes."""
+    shards = plan(world, **options)
+    memory = fill(shards, rank, step)
+    return described(shards, rank, step, memory, attempt), memory

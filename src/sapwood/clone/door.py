@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import secrets
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CloneError
+from sapwood.runtime.textfile import replace_text
 from sapwood.runtime.wire import Connection, Refused
 
 __all__ = ["Address", "Door", "ask"]
@@ -101,8 +101,8 @@ class Door:
             node=platform.node(),
             token_file=str((folder / TOKEN).resolve()),
         )
-        _write(folder / TOKEN, self._token, mode=0o600)
-        _write(folder / ADDRESS, json.dumps(asdict(address)), mode=0o644)
+        replace_text(folder / TOKEN, self._token, mode=0o600)
+        replace_text(folder / ADDRESS, json.dumps(asdict(address)))
         self._thread = threading.Thread(target=self._listen, name="sapwood-door", daemon=True)
         self._thread.start()
 
@@ -172,13 +172,3 @@ def ask(address: Address, request: Request) -> dict[str, Any]:
     if "error" in answer:
         raise CloneError(f"the run refuses: {answer['error']}")
     return answer
-
-
-def _write(path: Path, text: str, *, mode: int) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        draft.unlink()
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-    draft.replace(path)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.data.index import Index
 from sapwood.data.pagefile import Fingerprint, open_pages
 from sapwood.errors import DataError, UsageError
 
@@ -31,6 +32,16 @@ class KeyPlaces:
     fingerprint: Fingerprint
     offsets: Ints
     lengths: NDArray[np.uint16]
+
+    @classmethod
+    def of(cls, index: Index, records: Ints) -> KeyPlaces:
+        """Those of some records of an index."""
+        return cls(
+            file=index.file,
+            fingerprint=index.fingerprint,
+            offsets=index.key_offsets[records],
+            lengths=index.key_lengths[records],
+        )
 
     def read(self) -> list[bytes]:
         """Read the keys.

@@ -172,10 +172,5 @@ class Pass:
             index=records,
             lengths=index.lengths[records].astype(np.int64),
             data=data,
-            places=KeyPlaces(
-                file=index.file,
-                fingerprint=index.fingerprint,
-                offsets=index.key_offsets[records],
-                lengths=index.key_lengths[records],
-            ),
+            places=KeyPlaces.of(index, records),
         )

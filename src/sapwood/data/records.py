@@ -89,12 +89,7 @@ class LmdbRecords(Dataset[Any]):
             index=records,
             lengths=lengths,
             data=data,
-            places=KeyPlaces(
-                file=index.file,
-                fingerprint=index.fingerprint,
-                offsets=index.key_offsets[records],
-                lengths=index.key_lengths[records],
-            ),
+            places=KeyPlaces.of(index, records),
         )
 
     def close(self) -> None:

@@ -14,12 +14,12 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from sapwood.errors import RunFolderError
+from sapwood.runtime.textfile import replace_text
 
 __all__ = ["RunFolder", "new_run_id", "process_start"]
 
@@ -68,7 +68,7 @@ class RunFolder:
                 raise RunFolderError(
                     f"{self.path} already holds a run; choose another id, or leave id= away"
                 )
-            _replace(self.path / "run.toml", to_toml({"id": self.id, **facts}))
+            replace_text(self.path / "run.toml", to_toml({"id": self.id, **facts}))
         except OSError as error:
             raise RunFolderError(
                 f"cannot write the run folder {self.path}: {error.strerror or error}; give "
@@ -88,7 +88,7 @@ class RunFolder:
         if error is not None:
             entry["error"] = error
         try:
-            _replace(self.path / "status.json", json.dumps(entry))
+            replace_text(self.path / "status.json", json.dumps(entry))
         except OSError as problem:
             log.warning("cannot write %s: %s", self.path / "status.json", problem.strerror)
 
@@ -101,17 +101,6 @@ def host_facts() -> dict[str, Any]:
     """Which process on which host is rank 0: lets others see whether a run still lives."""
     pid = os.getpid()
     return {"name": platform.node(), "pid": pid, "started": process_start(pid) or 0}
-
-
-def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    except OSError:
-        with suppress(OSError):
-            draft.unlink()
-        raise
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.files import Files, FileWriter
 from sapwood.tiers.keeper import Blob, checked, is_name
-from sapwood.tiers.leftovers import Stale, clear_folder, clock_of, is_draft
+from sapwood.tiers.leftovers import Stale, clear_folders, is_draft
 from sapwood.tiers.record import CheckpointId
 
 __all__ = ["BlobFile", "BlobFolder"]
@@ -83,17 +83,8 @@ class BlobFolder:
     def clear(self, area: str, stale: Stale) -> list[CheckpointId]:
         """Remove drafts, and data whose record never came; see ``tiers.leftovers``."""
         root = self.folder / checked(area)
-        cleared = []
         with _as_tier_error("clear up", root):
-            homes = [root / name for name in _entries(root)]
-            now = clock_of(root, homes)
-            for home in homes:
-                id = CheckpointId.parse(home.name)
-                if id is None or not stale.covers(id) or not stale.is_quiet(home, now):
-                    continue
-                if clear_folder(self._files, home, _unfinished):
-                    cleared.append(id)
-        return cleared
+            return clear_folders(self._files, root, stale, _unfinished)
 
     def close(self) -> None:
         """Nothing runs."""

@@ -27,7 +27,7 @@ from typing import Protocol, runtime_checkable
 from sapwood.tiers.files import Files
 from sapwood.tiers.record import CheckpointId
 
-__all__ = ["QUIET_SECONDS", "Clearable", "Stale", "clear_folder", "clock_of", "is_draft"]
+__all__ = ["QUIET_SECONDS", "Clearable", "Stale", "clear_folders", "clock_of", "is_draft"]
 
 QUIET_SECONDS = 3600.0
 """How long nothing must have changed."""
@@ -75,13 +75,26 @@ def clock_of(folder: Path, entries: Iterable[Path]) -> float:
     return min(time.time(), max(map(_modified, (folder, *entries)), default=0.0))
 
 
-def clear_folder(
-    files: Files, home: Path, unfinished: Callable[[Collection[str]], set[str]]
-) -> bool:
-    """Remove from a checkpoint's folder what ``unfinished`` says of its names, and it, if empty.
+def clear_folders(
+    files: Files, folder: Path, stale: Stale, unfinished: Callable[[Collection[str]], set[str]]
+) -> list[CheckpointId]:
+    """Remove from checkpoints' folders what ``unfinished`` says of their names, and empty ones.
 
-    Returns whether there was something. What nobody knows is somebody's, and stays.
+    Returns of which checkpoints there was something. What nobody knows is somebody's, and stays.
     """
+    homes = [folder / name for name in sorted(_names(folder))]
+    now = clock_of(folder, homes)
+    cleared = []
+    for home in homes:
+        id = CheckpointId.parse(home.name)
+        if id is None or not stale.covers(id) or not stale.is_quiet(home, now):
+            continue
+        if _clear(files, home, unfinished):
+            cleared.append(id)
+    return cleared
+
+
+def _clear(files: Files, home: Path, unfinished: Callable[[Collection[str]], set[str]]) -> bool:
     names = _names(home)
     going = unfinished(names)
     for name in sorted(going):

@@ -15,7 +15,7 @@ from typing import Any
 from sapwood.errors import TierError
 from sapwood.tiers.base import Stored, StoredShard
 from sapwood.tiers.files import Files, draft_of
-from sapwood.tiers.leftovers import Stale, clear_folder, clock_of, is_draft
+from sapwood.tiers.leftovers import Stale, clear_folders, is_draft
 from sapwood.tiers.record import CheckpointId, ShardRecord
 from sapwood.tiers.shardfile import open_shard
 
@@ -85,19 +85,10 @@ class LocalTier:
 
     def clear(self, stale: Stale) -> list[CheckpointId]:
         """Remove drafts, and data files whose record never came; see ``tiers.leftovers``."""
-        cleared = []
         try:
-            homes = entries_in(self.folder)
-            now = clock_of(self.folder, homes)
-            for home in homes:
-                id = CheckpointId.parse(home.name)
-                if id is None or not stale.covers(id) or not stale.is_quiet(home, now):
-                    continue
-                if clear_folder(self._files, home, _unfinished):
-                    cleared.append(id)
+            return clear_folders(self._files, self.folder, stale, _unfinished)
         except OSError as error:
             raise TierError(f"cannot clear up {self.folder}: {error.strerror or error}") from error
-        return cleared
 
     def close(self) -> None:
         """Nothing runs."""

@@ -6,7 +6,6 @@ gone, which the engines do late or never.
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import selectors
@@ -18,12 +17,11 @@ from contextlib import suppress
 
 from sapwood.errors import TransportError
 from sapwood.runtime.stores import Store
-from sapwood.transport._meet import Deadline, exchange, late, one_host
+from sapwood.transport._meet import HELLO, Deadline, accept, exchange, late, one_host
 from sapwood.transport.base import Ends
 
 __all__ = ["Control", "Packet", "meet"]
 
-_HELLO = struct.Struct("!I32s")
 _PACKET = struct.Struct("!BqQQ")
 Packet = tuple[int, int, int, int]
 """Kind, tag, and two numbers."""
@@ -111,7 +109,7 @@ def meet(name: str, store: Store, ends: Ends, fact: str, deadline: Deadline) -> 
             at = [listener.getsockname()[1], token.hex(), fact]
             met = exchange(name, store, ends, at, deadline)
             if ends.me < ends.donors:
-                _accept(listener, token, ends, deadline, wires)
+                accept(listener, token, ends, deadline, wires)
             else:
                 _connect(met, ends, deadline, wires)
         for wire in wires.values():
@@ -129,28 +127,6 @@ def meet(name: str, store: Store, ends: Ends, fact: str, deadline: Deadline) -> 
         raise
 
 
-def _accept(
-    listener: socket.socket,
-    token: bytes,
-    ends: Ends,
-    deadline: Deadline,
-    wires: dict[int, socket.socket],
-) -> None:
-    while len(wires) < len(ends.peers):
-        listener.settimeout(deadline.left or 0.001)
-        wire, _ = listener.accept()
-        told = b""
-        with suppress(OSError):  # a stranger, or one that died; ours come until the deadline
-            wire.settimeout(deadline.left or 0.001)
-            while len(told) < _HELLO.size and (more := wire.recv(_HELLO.size - len(told))):
-                told += more
-        number, word = _HELLO.unpack(told) if len(told) == _HELLO.size else (-1, b"")
-        if hmac.compare_digest(word, token) and number in ends.peers and number not in wires:
-            wires[number] = wire
-        else:
-            wire.close()
-
-
 def _connect(
     met: list[tuple[int, str, str]], ends: Ends, deadline: Deadline, wires: dict[int, socket.socket]
 ) -> None:
@@ -158,4 +134,4 @@ def _connect(
         port, token, _ = met[peer]
         host = "127.0.0.1" if one_host(ends) else ends.hosts[peer]
         wires[peer] = socket.create_connection((host, port), timeout=deadline.left or 0.001)
-        wires[peer].sendall(_HELLO.pack(ends.me, bytes.fromhex(token)))
+        wires[peer].sendall(HELLO.pack(ends.me, bytes.fromhex(token)))

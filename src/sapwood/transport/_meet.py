@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hmac
 import json
+import socket
+import struct
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from sapwood.errors import TransportError
 from sapwood.runtime.stores import Store
 from sapwood.transport.base import Ends
 
-__all__ = ["Deadline", "exchange", "late", "one_host", "publish", "read"]
+__all__ = ["HELLO", "Deadline", "accept", "exchange", "late", "one_host", "publish", "read"]
 
+HELLO = struct.Struct("!I32s")
+"""What a receiver says to a donor first: its number, and the donor's token."""
+_HELLO_TIMEOUT = 2.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
 
 
@@ -71,3 +79,32 @@ def exchange(name: str, store: Store, ends: Ends, mine: Any, deadline: Deadline)
 def one_host(ends: Ends) -> bool:
     """Whether all processes are on one machine."""
     return len(set(ends.hosts)) == 1
+
+
+def accept(
+    listener: socket.socket,
+    token: bytes,
+    ends: Ends,
+    deadline: Deadline,
+    wires: dict[int, socket.socket],
+    check: Callable[[socket.socket], None] = lambda wire: None,
+) -> None:
+    """Let every peer in that knows the token, and nobody else; ``check`` may refuse one.
+
+    Raises:
+        TimeoutError: not all came in time.
+    """
+    while len(wires) < len(ends.peers):
+        listener.settimeout(deadline.left or 0.001)
+        wire, _ = listener.accept()
+        told = b""
+        with suppress(OSError):  # a stranger, or one that died; ours come until the deadline
+            wire.settimeout(min(deadline.left, _HELLO_TIMEOUT) or 0.001)
+            while len(told) < HELLO.size and (more := wire.recv(HELLO.size - len(told))):
+                told += more
+        number, word = HELLO.unpack(told) if len(told) == HELLO.size else (-1, b"")
+        if hmac.compare_digest(word, token) and number in ends.peers and number not in wires:
+            wires[number] = wire
+            check(wire)
+        else:
+            wire.close()

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sapwood.runtime.textfile import replace_text
 from sapwood.tiers.spec import NodeMap, TierSpec
 
 __all__ = ["Address", "find_address", "resolved"]
@@ -52,13 +53,7 @@ class Address:
     def write_token(self, token: str) -> None:
         """Leave the token for a later group."""
         self.token_file.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.token_file.with_name(f"{self.token_file.name}.{os.getpid()}")
-        with suppress(FileNotFoundError):
-            draft.unlink()
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(token)
-        draft.replace(self.token_file)
+        replace_text(self.token_file, token, mode=0o600)
 
     def remove_token(self) -> None:
         """Take it away again, while the name is still taken: a later engine writes its own."""
