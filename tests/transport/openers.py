@@ -5,6 +5,7 @@ from __future__ import annotations
 from sapwood.runtime.stores import PrefixStore, Store
 from sapwood.transport._control import meet
 from sapwood.transport._meet import Deadline
+from sapwood.transport._pump import PumpLink
 from sapwood.transport.base import Ends
 from sapwood.transport.device import StagedLink
 from sapwood.transport.gloo import open_gloo
@@ -15,6 +16,11 @@ from sapwood.transport.nccl import OrderedLink
 def open_staged(store: Store, ends: Ends) -> StagedLink:
     """CPU tensors take the way of a GPU's."""
     return StagedLink(open_memory(store, ends))
+
+
+def open_slots(store: Store, ends: Ends) -> PumpLink:
+    """Shared memory, but no process reads another's."""
+    return open_memory(store, ends, reads=False)
 
 
 def open_ordered(store: Store, ends: Ends) -> OrderedLink:

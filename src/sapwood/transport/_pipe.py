@@ -1,8 +1,9 @@
 """One pair's traffic through shared memory, moved on whenever its thread calls.
 
-Small packets tell of it: ``WANT`` that a receive is posted, ``CHUNK`` that a slot is filled, and
-``FREE`` that it was copied out. A message is sent once it is wanted, so none waits in the slots for
-a receive that others stand behind.
+Small packets tell of it: ``WANT`` that a receive is posted, ``OFFER`` where the message lies, and
+``TAKEN`` that it was copied; or, where the receiver cannot read the sender's memory, ``CHUNK`` that
+a slot is filled, and ``FREE`` that it was copied out. A message is sent once it is wanted, so none
+waits in the slots for a receive that others stand behind.
 """
 
 from __future__ import annotations
@@ -14,20 +15,28 @@ from collections import deque
 import numpy as np
 
 from sapwood.transport._message import Message
+from sapwood.transport._reads import ReadError, peer_process, read_memory
 from sapwood.transport._ring import SLOT_BYTES, SLOTS, Ring
 
 __all__ = ["Pipe"]
 
 _PACKET = struct.Struct("!BIqQI")  # kind, slot, tag, position, length
-_WANT, _CHUNK, _FREE = 1, 2, 3
+_WANT, _CHUNK, _FREE, _OFFER, _TAKEN = 1, 2, 3, 4, 5
 
 
 class Pipe:
     """The messages between this process and one peer. Not for several threads."""
 
-    def __init__(self, peer: int, wire: socket.socket, ours: Ring, theirs: Ring) -> None:
-        """Take the connection and both rings, which ``close`` gives back."""
+    def __init__(
+        self, peer: int, wire: socket.socket, ours: Ring, theirs: Ring, *, is_read: bool
+    ) -> None:
+        """Take the connection and both rings, which ``close`` gives back.
+
+        ``is_read``: the peer can read this process's memory.
+        """
         wire.setblocking(False)
+        self._is_read = is_read
+        self._process, _ = peer_process(wire)
         self.wire = wire
         self.broken: str | None = None
         self._peer = peer
@@ -63,8 +72,10 @@ class Pipe:
         return bool(self._packets)
 
     def read(self) -> None:
-        """Take every packet that came, and copy what they tell of."""
+        """Take packets that came, and copy what they tell of, up to the end of a message."""
         for _ in range(4 * SLOTS):
+            if self._received:
+                return
             try:
                 packet = self.wire.recv(_PACKET.size)
             except BlockingIOError:
@@ -121,6 +132,10 @@ class Pipe:
             why = f"it has {message.length} bytes, but {wanted} are expected"
             self.fail(f"message {message.tag}: {why}")
             return
+        if self._is_read:
+            assert message.bytes is not None
+            self._tell(_OFFER, 0, message.tag, message.bytes.ctypes.data, message.length)
+            return
         self._unread[message.tag] = message.length
         self._ready.append(message)
 
@@ -139,6 +154,10 @@ class Pipe:
             else:
                 self._wanted[tag] = length
             return True
+        if kind == _OFFER:
+            return self._read(tag, position, length)
+        if kind == _TAKEN:
+            return self._taken(tag)
         if slot >= SLOTS or length > SLOT_BYTES:
             return False
         if kind == _CHUNK:
@@ -157,6 +176,30 @@ class Pipe:
         self._tell(_FREE, slot, tag, position, length)
         if message.moved == message.length:
             self._received.append(self._receives.pop(tag))
+        return True
+
+    def _read(self, tag: int, address: int, length: int) -> bool:
+        message = self._receives.get(tag)
+        if message is None or message.bytes is None or length != message.length:
+            return False
+        if message.done:
+            self.fail("a message was given up")
+            return True
+        try:
+            read_memory(self._process, address, message.bytes)
+        except ReadError as error:
+            self.fail(f"process {self._peer} is gone: {error}")
+            return True
+        self._tell(_TAKEN, 0, tag, 0, 0)
+        self._received.append(self._receives.pop(tag))
+        return True
+
+    def _taken(self, tag: int) -> bool:
+        message = self._sends.pop(tag, None)
+        if message is None:
+            return False
+        message.release()
+        message.finish()
         return True
 
     def _freed(self, slot: int, tag: int, length: int) -> bool:

@@ -7,13 +7,14 @@ import selectors
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from torch import Tensor
 
 from sapwood.errors import TransportError
 from sapwood.transport._message import Message
 from sapwood.transport._pipe import Pipe
+from sapwood.transport._reads import Permission
 from sapwood.transport._ring import Ring
 
 __all__ = ["Pump", "PumpLink"]
@@ -27,10 +28,18 @@ class Pump:
     """Owns the pairs' connections and memory, and the thread that serves them."""
 
     def __init__(
-        self, wires: Mapping[int, socket.socket], rings: Mapping[int, tuple[Ring, Ring]]
+        self,
+        wires: Mapping[int, socket.socket],
+        rings: Mapping[int, tuple[Ring, Ring]],
+        readers: Set[int],
+        permission: Permission,
     ) -> None:
-        """Take them all and start; ``close`` ends it."""
-        self._pipes = {peer: Pipe(peer, wire, *rings[peer]) for peer, wire in wires.items()}
+        """Take them all and start; ``close`` ends it. ``readers`` can read this process."""
+        self._permission = permission
+        self._pipes = {
+            peer: Pipe(peer, wire, *rings[peer], is_read=peer in readers)
+            for peer, wire in wires.items()
+        }
         self._orders: deque[_Order] = deque()
         self._lock = threading.Lock()
         self._stop: str | None = None
@@ -108,6 +117,7 @@ class Pump:
                 message.finish(why)
             self._orders.clear()
             os.close(self._wake)
+        self._permission.give_back()
 
 
 class PumpLink:

@@ -1,34 +1,35 @@
 """Messages through shared memory, between processes of one user on one machine.
 
-Each side of a pair has a small ring of slots in a memfd, which the other maps. A message is copied
-into free slots once its receive is posted, and out of them; a Unix socket carries what tells of it.
-One thread per link does all copying, so nothing blocks but whoever waits. Nothing has a name in the
-file system: the sockets are abstract, and the memory goes with the last process that maps it.
+Once its receive is posted, a message is copied by its receiver, straight out of the sender's
+memory. Where the system does not let one process read another, each side of a pair has a small ring
+of slots in a memfd, which the other maps: a message is copied into free slots, and out of them. A
+Unix socket carries what tells of it. One thread per link does all copying, so nothing blocks but
+whoever waits. Nothing has a name in the file system: the sockets are abstract, and the memory goes
+with the last process that maps it.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import socket
-import struct
 
 from sapwood.errors import ConfigError, TransportError
 from sapwood.runtime.stores import Store
-from sapwood.transport._meet import Deadline, exchange, late, one_host
+from sapwood.transport._meet import HELLO, Deadline, accept, exchange, late, one_host
 from sapwood.transport._pump import Pump, PumpLink
+from sapwood.transport._reads import Permission, peer_process, probe
 from sapwood.transport._ring import Ring, RingError
 from sapwood.transport.base import Ends
 
 __all__ = ["open_memory"]
 
-_HELLO = struct.Struct("!I32s")  # number, token
-_CREDENTIALS = struct.Struct("3i")
 
+def open_memory(store: Store, ends: Ends, *, reads: bool = True) -> PumpLink:
+    """Meet the others: donors listen, receivers come to each of them.
 
-def open_memory(store: Store, ends: Ends) -> PumpLink:
-    """Meet the others: donors listen, receivers come to each of them."""
+    Without ``reads`` no process reads another's memory; each says so for its own.
+    """
     if not one_host(ends):
         raise ConfigError(
             f"transport 'memory' is for one machine, but the processes are on "
@@ -38,6 +39,8 @@ def open_memory(store: Store, ends: Ends) -> PumpLink:
     token = secrets.token_bytes(32)
     wires: dict[int, socket.socket] = {}
     rings: dict[int, tuple[Ring, Ring]] = {}
+    readable: set[int] = set()
+    permission = Permission()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # the kernel chooses an abstract name
         listener.listen(ends.size)
@@ -45,13 +48,16 @@ def open_memory(store: Store, ends: Ends) -> PumpLink:
         met = exchange("memory", store, ends, mine, deadline)
         try:
             if ends.me < ends.donors:
-                _accept(listener, token, ends, deadline, wires)
+                accept(listener, token, ends, deadline, wires, _check_user)
             else:
                 _connect(met, ends, deadline, wires)
             for peer, wire in wires.items():
                 rings[peer] = _swap(wire, peer, deadline)
-            return PumpLink("memory", Pump(wires, rings))
+                if probe(wire) and reads:
+                    readable.add(peer)
+            return PumpLink("memory", Pump(wires, rings, readable, permission))
         except BaseException as error:
+            permission.give_back()
             for one in wires.values():
                 one.close()
             for pair in rings.values():
@@ -64,32 +70,6 @@ def open_memory(store: Store, ends: Ends) -> PumpLink:
             raise
 
 
-def _accept(
-    listener: socket.socket,
-    token: bytes,
-    ends: Ends,
-    deadline: Deadline,
-    wires: dict[int, socket.socket],
-) -> None:
-    while len(wires) < len(ends.peers):
-        listener.settimeout(deadline.left or 0.001)
-        wire, _ = listener.accept()
-        try:
-            wire.settimeout(deadline.left or 0.001)
-            hello = wire.recv(_HELLO.size)
-            number, told = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (-1, b"")
-            if hmac.compare_digest(told, token) and number in ends.peers and number not in wires:
-                _check_user(wire)
-                wires[number] = wire
-                continue
-        except TransportError:
-            wire.close()
-            raise
-        except OSError:
-            pass  # a stranger, or one that died; ours come until the deadline
-        wire.close()
-
-
 def _connect(
     met: list[tuple[str, str]], ends: Ends, deadline: Deadline, wires: dict[int, socket.socket]
 ) -> None:
@@ -100,12 +80,11 @@ def _connect(
         wire.settimeout(deadline.left or 0.001)
         wire.connect(name)
         _check_user(wire)
-        wire.send(_HELLO.pack(ends.me, token))
+        wire.send(HELLO.pack(ends.me, token))
 
 
 def _check_user(wire: socket.socket) -> None:
-    raw = wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(raw)
+    _, user = peer_process(wire)
     if user != os.getuid():
         raise TransportError(
             f"memory: a process of user {user} came to a transfer of user {os.getuid()}; "
