@@ -123,7 +123,11 @@ class Run:
         self._mode = context.mode
         self.model = self._engine.model
         self._at_exit = AtExit(self.close)
-        self._go_on_as_fork()
+        try:
+            self._go_on_as_fork()
+        except BaseException as error:
+            self.close(error)
+            raise
 
     def _start(
         self,

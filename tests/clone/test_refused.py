@@ -55,10 +55,10 @@ def test_a_wrong_token(tmp_path: Path) -> None:
 def test_other_versions(tmp_path: Path) -> None:
     with donors(tmp_path, 1) as group:
         address = Address.read(home_of(tmp_path))
-        request = {"versions": {**versions(), "sapwood": "0.0.0"}, "hosts": ["here"]}
+        request = {"versions": {**versions(), "sapwood": "0.0.0"}, "places": [["here", "cpu"]]}
         with pytest.raises(CloneError, match=r"the clones sapwood 0\.0\.0"):
             ask(address, request)
-        for nonsense in ({}, {"versions": versions()}, {"versions": versions(), "hosts": []}):
+        for nonsense in ({}, {"versions": versions()}, {"versions": versions(), "places": []}):
             with pytest.raises(CloneError, match="the run refuses"):
                 ask(address, nonsense)
         stop(tmp_path, group)
@@ -175,7 +175,7 @@ def test_a_late_clone_is_not_waited_for(tmp_path: Path) -> None:
     """It asks, and then nothing is heard of it."""
     with donors(tmp_path, 2, join_timeout=1.0) as group:
         home = home_of(tmp_path)
-        ask(Address.read(home), {"versions": versions(), "hosts": ["here"]})
+        ask(Address.read(home), {"versions": versions(), "places": [["here", "cpu"]]})
         a_fork_still_works(tmp_path)
         seen = stop(tmp_path, group)
     for donor in seen:

@@ -4,9 +4,10 @@ import pytest
 
 from sapwood.errors import ConfigError
 from sapwood.runtime.stores import HashStore
+from sapwood.transport import choose
 from sapwood.transport.base import Ends
 from sapwood.transport.choose import open_link, resolve
-from sapwood.transport.device import way
+from sapwood.transport.device import StagedLink, one_gpu_each
 from sapwood.transport.memory import open_memory
 
 
@@ -15,9 +16,20 @@ def ends(*hosts: str) -> Ends:
 
 
 def test_auto_is_memory_on_one_machine_and_gloo_between_two() -> None:
-    assert resolve("auto", ends("a", "a")) == "memory"
-    assert resolve("auto", ends("a", "b")) == "gloo"
-    assert resolve("mpi", ends("a", "a")) == "mpi"
+    assert resolve("auto", ["a", "a"]) == "memory"
+    assert resolve("auto", ["a", "b"]) == "gloo"
+    assert resolve("mpi", ["a", "a"]) == "mpi"
+
+
+def test_auto_is_nccl_where_there_is_nccl_and_each_has_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = ["cuda:0", "cuda:1"]
+    assert resolve("auto", ["a", "b"], gpus) == "gloo"
+    monkeypatch.setattr(choose, "_has_nccl", lambda: True)
+    assert resolve("auto", ["a", "b"], gpus) == "nccl"
+    assert resolve("auto", ["a", "b"], ["cuda:0", "cpu"]) == "gloo"
+    assert resolve("gloo", ["a", "b"], gpus) == "gloo"
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
@@ -30,15 +42,26 @@ def test_memory_between_two_machines_is_refused() -> None:
         open_memory(HashStore(), ends("a", "b"))
 
 
+def test_tensors_elsewhere_go_through_cpu_memory() -> None:
+    assert isinstance(open_link("memory", HashStore(), alone(), devices=["xpu:0"]), StagedLink)
+    assert not isinstance(open_link("memory", HashStore(), alone(), devices=["cpu"]), StagedLink)
+
+
+def alone() -> Ends:
+    return Ends(me=0, donors=1, hosts=("a",), timeout=5.0)
+
+
 @pytest.mark.parametrize(
-    ("devices", "nccl", "expected"),
+    ("hosts", "devices", "expected"),
     [
-        (("cpu", "cpu"), True, "direct"),
-        (("cuda:0", "cuda:1"), True, "nccl"),
-        (("cuda:0", "cuda:1"), False, "staged"),
-        (("cuda:0", "cpu"), True, "staged"),
-        (("xpu:0", "xpu:1"), True, "staged"),
+        ("aa", ("cpu", "cpu"), False),
+        ("aa", ("cuda:0", "cuda:1"), True),
+        ("ab", ("cuda:0", "cuda:0"), True),
+        ("aa", ("cuda:0", "cuda:0"), False),
+        ("aa", ("cuda:0", "cpu"), False),
+        ("aa", ("xpu:0", "xpu:1"), False),
+        ("aa", (), False),
     ],
 )
-def test_the_way_follows_the_devices(devices: tuple[str, ...], nccl: bool, expected: str) -> None:
-    assert way(devices, nccl=nccl) == expected
+def test_nccl_needs_a_gpu_for_each(hosts: str, devices: tuple[str, ...], expected: bool) -> None:
+    assert one_gpu_each(hosts, devices) == expected

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sapwood.buffers.fresh import fresh_memory
 from sapwood.checkpoint.inventory import Candidate, Inventory, Place, take_inventory
 from sapwood.errors import CheckpointError, TierError
 from sapwood.runtime.group import Group
@@ -28,7 +28,6 @@ from sapwood.tiers.spec import SHARED
 __all__ = ["Loaded", "Restored", "load_newest"]
 
 log = logging.getLogger(__name__)
-_ALIGNMENT, _LARGE = 64, 2**20
 Key = tuple[str, str]
 Bytes = npt.NDArray[np.uint8]
 
@@ -233,7 +232,7 @@ class _Attempt:
             target = tensors.get(part.piece.key)
             if target is None:
                 nbytes = record.catalog.by_key[part.piece.key].nbytes
-                target = tensors[part.piece.key] = _empty(nbytes)
+                target = tensors[part.piece.key] = fresh_memory(nbytes)
             begin = part.piece.start + part.start
             view = target[begin : begin + part.nbytes]
             if sender in (None, self.group.rank) and problem is None:
@@ -263,20 +262,6 @@ class _Attempt:
         self.group.broadcast(there, "sending a shard", source=sender).wait()
         if there is not here and sender != self.group.rank:
             here.copy_(there)
-
-
-def _empty(nbytes: int) -> Bytes:
-    """Memory aligned as torch wants it: it may become an optimizer's state as it is.
-
-    Large ones are mapped at once. Page by page takes longer; huge pages, which numpy asks for, are
-    fastest where there are some, and take five times as long where memory must be moved for them.
-    """
-    if nbytes < _LARGE:
-        memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-        begin = -memory.ctypes.data % _ALIGNMENT
-        return memory[begin : begin + nbytes]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    return np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
 
 
 class _ShardError(CheckpointError):

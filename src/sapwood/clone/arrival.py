@@ -10,9 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sapwood.buffers.fresh import fresh_memory
 from sapwood.clone.plan import Key, Message
 from sapwood.errors import CloneError
 from sapwood.state.catalog import Catalog
@@ -26,22 +29,27 @@ class Arrival:
     """The tensors of a state, filled message by message, in any order and on any thread."""
 
     def __init__(
-        self, catalog: Catalog, contents: Contents, messages: Iterable[Message], algorithm: str
+        self,
+        catalog: Catalog,
+        contents: Contents,
+        messages: Iterable[Message],
+        *,
+        algorithm: str,
+        device: str,
     ) -> None:
-        """``contents`` is the fresh run's; ``messages`` are all that will come."""
+        """``contents`` is the fresh run's; ``messages`` are all that will come, to ``device``."""
         self._algorithm = algorithm
+        self._device = torch.device(device)
         self._targets: dict[Key, Tensor] = {}
         self.memory: dict[Key, Tensor] = {}
         for key, entry in catalog.by_key.items():
             there = contents.tensors.get(key) if key[0] == "model" else None
             view = None
             if there is not None:
-                view = byte_view(there) if there.device.type == "cpu" else None
+                view = byte_view(there) if there.device == self._device else None
                 if view is None:
                     self._targets[key] = there
-            self.memory[key] = (
-                torch.empty(entry.nbytes, dtype=torch.uint8) if view is None else view
-            )
+            self.memory[key] = self._empty(entry.nbytes) if view is None else view
         self._catalog = catalog
         self._left: Counter[Key] = Counter()
         for message in messages:
@@ -59,11 +67,16 @@ class Arrival:
         if len(message.parts) == 1:
             part = message.parts[0]
             return self.memory[part.key][part.start : part.stop]
-        return torch.empty(message.nbytes, dtype=torch.uint8)
+        return self._empty(message.nbytes)
+
+    def _empty(self, nbytes: int) -> Tensor:
+        if self._device.type == "cpu":
+            return torch.from_numpy(fresh_memory(nbytes))
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def arrived(self, message: Message, data: Tensor) -> None:
         """A message is there, in the memory it was given."""
-        self.digests[message.tag] = digest(data.numpy(), self._algorithm)
+        self.digests[message.tag] = digest(data.cpu().numpy(), self._algorithm)
         if len(message.parts) > 1:
             at = 0
             for part in message.parts:
@@ -82,6 +95,10 @@ class Arrival:
         for key, data in tensors.items():
             self.memory[key].copy_(data)
             self._complete(key)
+
+    def of(self, file: str) -> dict[Key, npt.NDArray[np.uint8]]:
+        """What came for the model, or for the optimizer, as bytes."""
+        return {key: m.cpu().numpy() for key, m in self.memory.items() if key[0] == file}
 
     def fail(self, problem: Exception) -> None:
         """Nothing more will come; whoever waits is told."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import secrets
 import threading
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typing import Any
 
 from sapwood.clone.door import Door, Request
 from sapwood.clone.manifest import APPROACHES, versions
+from sapwood.clone.places import Places
 from sapwood.clone.serving import OWNER, ForkReport, Serving
 from sapwood.clone.session import Session, dial
 from sapwood.clone.settings import CloneSettings
@@ -44,7 +44,7 @@ class Donor:
         self._reports: list[ForkReport] = []
         self._lock = threading.Lock()
         self._store, self._place = self._share_store()
-        self._hosts = tuple(run.group.gather_text("host", platform.node()))
+        self._places = Places.gather(run.group, run.model)
         self._prefix = f"clone/{run.group.share_text('clone key', secrets.token_hex(4))}"
         self._asked = 0
         self._door: Door | None = None
@@ -101,13 +101,13 @@ class Donor:
         mine, theirs = versions(), request["versions"]
         if mine != theirs:
             raise CloneError(f"the run has {_said(mine)}, the clones {_said(theirs)}")
-        hosts = [str(host) for host in request["hosts"]]
+        places = Places.from_json(request["places"]).to_json()
         approach = str(request.get("approach") or self._settings.approach)
-        if not hosts or approach not in APPROACHES:
-            raise CloneError(f"{len(hosts)} clones by {approach!r} is nothing that can be done")
+        if not places or approach not in APPROACHES:
+            raise CloneError(f"{len(places)} clones by {approach!r} is nothing that can be done")
         asked = {
             "session": secrets.token_hex(16),
-            "hosts": hosts,
+            "places": places,
             "approach": approach,
             "transport": str(request.get("transport") or self._settings.transport),
             "standby": bool(request.get("standby")),
@@ -136,7 +136,7 @@ class Donor:
 
     def _begin(self, asked: dict[str, Any]) -> None:
         session = Session(self._store, asked["session"], timeout=_ANSWER)
-        serving = Serving(self._run, self._settings, session, self._hosts, asked, self._extras)
+        serving = Serving(self._run, self._settings, session, self._places, asked, self._extras)
         with self._lock:
             self._reports.append(serving.report)
             self._sessions = [*(s for s in self._sessions if not s.over.is_set()), serving]

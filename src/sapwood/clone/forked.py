@@ -42,7 +42,7 @@ def join_fork(group: Group, model: nn.Module, optimizer: torch.optim.Optimizer) 
         return None
     settings = resolve(CloneSettings, "clone", {}).value
     receiver = Receiver(order, group, model, optimizer, settings)
-    return Fork(receiver, group, optimizer, settings)
+    return Fork(receiver, group, settings)
 
 
 class Fork:
@@ -52,32 +52,35 @@ class Fork:
         self,
         receiver: Receiver,
         group: Group,
-        optimizer: torch.optim.Optimizer,
         settings: CloneSettings,
     ) -> None:
-        """Check that the optimizer is of the same kind as the parent's."""
+        """``receiver`` is getting the parent's state."""
         self.forked_from: ForkedFrom = receiver.forked_from
         self._receiver: Receiver | None = receiver
         self._done: Receiver | None = None
-        self._common, self._mine = receiver.extras
+        self._common: Any = {}
+        self._mine: Any = {}
         self._rank = group.rank
         self._timeout = settings.step_timeout
         self._gate: Gate | None = None
         self._failure: SapwoodError | None = None
         self._run: RunHandle | None = None
-        theirs, ours = len(self._common["groups"]), len(optimizer.param_groups)
+
+    def attach(self, run: RunHandle) -> None:
+        """Wait until the parent's step has ended; the first forward pass may then begin.
+
+        Raises:
+            CloneError: it did not end, or its optimizer is of another kind.
+        """
+        self._run = run
+        assert self._receiver is not None
+        self._common, self._mine = self._receiver.extras()
+        theirs, ours = len(self._common["groups"]), len(run.optimizer.param_groups)
         if theirs != ours:
-            error = CloneError(
+            raise CloneError(
                 f"the optimizer has {ours} parameter groups, the run to be cloned {theirs}; make "
                 "the same groups"
             )
-            receiver.abandon(error)
-            raise error
-
-    def attach(self, run: RunHandle) -> None:
-        """Let the first forward pass begin while layers still arrive."""
-        self._run = run
-        assert self._receiver is not None
         if not _compiled(run.model):
             self._gate = Gate(run.model, self._receiver.arrival, self.finish, self._timeout)
         else:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sapwood._version import __version__
-from sapwood.clone.plan import ClonePlan, Key, plan_messages, plan_whole
+from sapwood.clone.plan import ClonePlan, Key, plan_direct, plan_messages, plan_whole
 from sapwood.errors import CloneError
 from sapwood.state.catalog import Catalog
 
@@ -35,8 +35,12 @@ class Manifest:
     clones: int
     hosts: tuple[str, ...]
     """Of all ends, donors first."""
+    devices: tuple[str, ...]
+    """Where each end has the tensors that its link takes."""
     approach: str
     transport: str
+    relay: bool
+    """Whether clones pass on to each other what they get; else each gets everything itself."""
     algorithm: str
     """Of the checksums."""
     versions: dict[str, str]
@@ -55,7 +59,9 @@ class Manifest:
         catalog = Catalog.from_json(self.catalog)
         keys = [entry.key for entry in catalog.entries]
         buckets: list[list[Key]] = [[keys[n] for n in bucket] for bucket in self.buckets]
-        make = plan_whole if self.approach == "p2p" else plan_messages
+        make = plan_messages if self.relay else plan_direct
+        if self.approach == "p2p":
+            make = plan_whole
         plan = make(catalog, buckets, self.donors, self.clones)
         if self.digest and plan.digest != self.digest:
             raise CloneError(
@@ -77,7 +83,7 @@ class Manifest:
         """
         try:
             fields = json.loads(text)
-            for name in ("hosts", "catalog"):
+            for name in ("hosts", "devices", "catalog"):
                 fields[name] = tuple(fields[name])
             fields["buckets"] = tuple(tuple(b) for b in fields["buckets"])
             return cls(**fields)

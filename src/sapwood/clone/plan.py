@@ -2,6 +2,7 @@
 
 Each tensor is shared out over the donors as for a checkpoint, and over the clones in the same way;
 where the two overlap, a donor sends to a clone. With as many donors as clones that is one to one.
+On one machine a clone gets all from the donors instead: passing bytes on would copy them as often.
 Small parts of a bucket that take the same way are packed into one message, for a message costs more
 than a few kilobytes do. The plan follows from the manifest alone, so both sides make it themselves.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from sapwood.state.catalog import Catalog
 from sapwood.state.shards import plan_shards
 
-__all__ = ["ClonePlan", "Key", "Message", "Part", "plan_messages", "plan_whole"]
+__all__ = ["ClonePlan", "Key", "Message", "Part", "plan_direct", "plan_messages", "plan_whole"]
 
 Key = tuple[str, str]
 LARGE_PART = 256 * 1024
@@ -150,6 +151,22 @@ def _packed(parts: Iterable[Part]) -> Iterator[tuple[Part, ...]]:
             small, size = [], 0
     if small:
         yield tuple(small)
+
+
+def plan_direct(
+    catalog: Catalog, buckets: Sequence[Sequence[Key]], donors: int, clones: int
+) -> ClonePlan:
+    """Each donor sends its share to every clone; its messages to all of them follow each other."""
+    sources = _owners(catalog, donors)
+    messages: list[Message] = []
+    for bucket, keys in enumerate(buckets):
+        for donor in range(donors):
+            owned = [(key, share) for key in keys for share in sources[key]]
+            parts = [Part(key, start, stop) for key, (start, stop, who) in owned if who == donor]
+            for packed in _packed(parts):
+                for clone in range(clones):
+                    messages.append(Message(len(messages), donor, clone, bucket, packed))
+    return ClonePlan(catalog, donors, clones, tuple(messages))
 
 
 def plan_whole(

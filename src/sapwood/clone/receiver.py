@@ -26,6 +26,7 @@ from sapwood.clone.door import ask
 from sapwood.clone.filed import read_state
 from sapwood.clone.manifest import Manifest, versions
 from sapwood.clone.order import ForkedFrom, ForkOrder
+from sapwood.clone.places import Places
 from sapwood.clone.plan import Message
 from sapwood.clone.session import Session, dial
 from sapwood.clone.settings import CloneSettings
@@ -56,7 +57,7 @@ class Receiver:
         optimizer: torch.optim.Optimizer,
         settings: CloneSettings,
     ) -> None:
-        """Ask, agree, and be ready to receive; returns when the donors' step has ended.
+        """Ask, agree, and be ready to receive; returns when it is known which step will come.
 
         Raises:
             CloneError: the run refuses, has another model, or something failed on the way.
@@ -71,7 +72,7 @@ class Receiver:
         self._fired = threading.Event()
         self._over = False
         try:
-            self._session = session = self._ask(order)
+            self._session = session = self._ask(order, Places.gather(group, model))
             self._manifest = manifest = self._agree(session)
             self.catalog = Catalog.from_json(manifest.catalog)
             contents = collect(model, optimizer, lambda name: (0,))
@@ -84,15 +85,14 @@ class Receiver:
 
     # -- coming together ---------------------------------------------------------------------
 
-    def _ask(self, order: ForkOrder) -> Session:
+    def _ask(self, order: ForkOrder, places: Places) -> Session:
         """Rank 0 asks for all; every rank hears the answer, also a refusal."""
         group = self._group
-        hosts = group.gather_text("host", platform.node())
         answer: dict[str, Any] = {}
         if group.rank == 0:
             request = {
                 "versions": versions(),
-                "hosts": hosts,
+                "places": places.to_json(),
                 "approach": order.approach,
                 "transport": order.transport,
                 "standby": order.standby,
@@ -128,11 +128,17 @@ class Receiver:
     def _prepare(self, session: Session, manifest: Manifest, contents: Contents) -> None:
         self.plan = manifest.plan()
         rank = self._group.rank
-        whole = manifest.approach == "p2p"
+        whole = not manifest.relay
         self._mine = self.plan.received_by(rank)
         self._others = [] if whole else [m for m in self.plan.messages if m.clone != rank]
         self._messages = self._mine if whole else list(self.plan.messages)
-        self.arrival = Arrival(self.catalog, contents, self._messages, manifest.algorithm)
+        self.arrival = Arrival(
+            self.catalog,
+            contents,
+            self._messages,
+            algorithm=manifest.algorithm,
+            device=manifest.devices[manifest.donors + rank],
+        )
         session.count("agreed")
         if manifest.approach != "file":
             if not whole and self._group.world > 1:
@@ -149,7 +155,9 @@ class Receiver:
             hosts=manifest.hosts,
             timeout=self._settings.join_timeout,
         )
-        self._link = link = open_link(manifest.transport, session.raw, ends)
+        self._link = link = open_link(
+            manifest.transport, session.raw, ends, devices=manifest.devices
+        )
         coming = []
         for message in self._mine:
             data = self.arrival.place_for(message)
@@ -164,22 +172,29 @@ class Receiver:
             self._start("sapwood-clone-relay", lambda: self._receive_passed(passed))
 
     def _wait_for_step(self, session: Session, order: ForkOrder) -> ForkedFrom:
-        timeout = self._settings.step_timeout
-        patience = math.inf if order.standby else timeout
+        patience = math.inf if order.standby else self._settings.step_timeout
         step = session.until(
             lambda: session.heard("fire"), "waiting for a step to be sent", patience
         )
         self._fired.set()
-        for donor in {0, self._group.rank} & set(range(self._manifest.donors)):
-            what = f"waiting for donor {donor} to end its step"
-            key = f"extras/{donor}"
-            self._extras[donor] = session.until(
-                lambda key=key: session.heard(key),  # type: ignore[misc]
-                what,
-                timeout,
-                soon=True,
-            )
         return ForkedFrom(run=self._manifest.run, step=int(step), overrides=order.overrides)
+
+    def extras(self) -> tuple[Any, Any]:
+        """What belongs to all, and to this rank (empty if the donors have no such rank).
+
+        Raises:
+            CloneError: the donors' step did not end in time.
+        """
+        for donor in {0, self._group.rank} & set(range(self._manifest.donors)) - set(self._extras):
+            what = f"waiting for donor {donor} to end its step"
+            self._extras[donor] = self._hear_soon(f"extras/{donor}", what)
+        return self._extras[0], self._extras.get(self._group.rank, {})
+
+    def _hear_soon(self, key: str, what: str) -> Any:
+        session = self._session
+        assert session is not None
+        timeout = self._settings.step_timeout
+        return session.until(lambda: session.heard(key), what, timeout, soon=True)
 
     # -- receiving, on threads ---------------------------------------------------------------
 
@@ -246,26 +261,22 @@ class Receiver:
             for thread in self._threads:
                 thread.join(timeout)
             if self._manifest.approach != "file":
-                self.arrival.check(self._expected(session), self._messages)
+                self.arrival.check(self._expected(), self._messages)
             faults.point("clone.verified")
             self._commit(session, timeout)
         except BaseException as error:
             self.abandon(error)
             raise
+        common, mine = self.extras()
         # Nobody needs to wait until connections are closed.
         self._closing = threading.Thread(target=self.close, name="sapwood-clone-close", daemon=True)
         self._closing.start()
         return GivenState(
             catalog=self.catalog,
-            tensors={key: memory.numpy() for key, memory in self.arrival.memory.items()},
-            common=self._extras[0],
-            mine=self._extras.get(self._group.rank, {}),
+            tensors=self.arrival.of("optimizer"),
+            common=common,
+            mine=mine,
         )
-
-    @property
-    def extras(self) -> tuple[Any, Any]:
-        """What belongs to all, and to this rank (empty if the donors have no such rank)."""
-        return self._extras[0], self._extras.get(self._group.rank, {})
 
     def _read_file(self, session: Session) -> None:
         what, timeout = "waiting for the file", self._settings.step_timeout
@@ -273,18 +284,11 @@ class Receiver:
         found = read_state(Path(home), self.catalog)
         self.arrival.fill({key: torch.from_numpy(data) for key, data in found.items()})
 
-    def _expected(self, session: Session) -> dict[int, str]:
+    def _expected(self) -> dict[int, str]:
         """The donors' checksums, by tag."""
         found: dict[int, str] = {}
         for donor in sorted({m.donor for m in self._messages}):
-            what, timeout = f"waiting for donor {donor}'s checksums", self._settings.step_timeout
-            key = f"digests/{donor}"
-            told = session.until(
-                lambda key=key: session.heard(key),  # type: ignore[misc]
-                what,
-                timeout,
-                soon=True,
-            )
+            told = self._hear_soon(f"digests/{donor}", f"waiting for donor {donor}'s checksums")
             found |= {int(tag): mark for tag, mark in told.items()}
         return found
 

@@ -6,6 +6,7 @@ in flight cannot be taken back, only waited for, or given up together with the c
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -30,16 +31,28 @@ WINDOW = 32 * 2**20
 
 
 @dataclass(eq=False)
-class _Bucket:
-    """The messages of one bucket, and who waits for them."""
+class _Parcel:
+    """The same bytes for one clone or several."""
 
     messages: Sequence[Message]
+    aside: Tensor | None = None
+    """A copy of what may change before it is sent."""
+    begun: bool = False
+    transfers: list[Transfer] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.messages[0].nbytes
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """The parcels of one bucket, and who waits for them."""
+
+    parcels: Sequence[_Parcel]
     left: int
-    aside: dict[int, Tensor] = field(default_factory=dict)
-    """Copies, by tag, of what may change before it is sent."""
-    begun: set[int] = field(default_factory=set)
-    live: set[int] = field(default_factory=set)
-    """Tags under way whose bytes are read from the tensors themselves."""
+    live: set[_Parcel] = field(default_factory=set)
+    """Those under way whose bytes are read from the tensors themselves."""
     holds: Sequence[Hold] = ()
     marker: Marker | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -57,31 +70,36 @@ class Sender:
         first_clone: int,
         timeout: float,
         algorithm: str,
+        device: str,
         on_failure: Callable[[str], None],
     ) -> None:
         """``messages`` are this donor's; ``first_clone`` is the number of clone 0 at the link.
 
-        ``on_failure`` hears, on the sender's thread, why nothing more can be sent.
+        ``device`` is where the link takes tensors from; ``on_failure`` hears, on the sender's
+        thread, why nothing more can be sent.
         """
         self._link = link
         self._contents = contents
         self._first_clone = first_clone
         self._timeout = timeout
         self._algorithm = algorithm
+        self._device = torch.device(device)
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._buckets: dict[int, _Bucket] = {}
-        for bucket in dict.fromkeys(m.bucket for m in messages):
-            mine = [m for m in messages if m.bucket == bucket]
-            self._buckets[bucket] = _Bucket(mine, left=len(mine))
+        for number, some in itertools.groupby(messages, key=lambda m: m.bucket):
+            parcels = [_Parcel(list(same)) for _, same in itertools.groupby(some, _content)]
+            self._buckets[number] = _Bucket(parcels, left=len(parcels))
         self._queue: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
-        self._flight: deque[tuple[_Bucket, Message, Transfer]] = deque()
+        self._flight: deque[tuple[_Bucket, _Parcel]] = deque()
         self._in_flight = 0
         self.digests: dict[int, str] = {}
         """Checksums by tag, of what was sent."""
         self.seconds = 0.0
         """From the first message to the last."""
         self.failed = False
+        self.begun = threading.Event()
+        """Every message is under way, and has its checksum."""
         self.finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sapwood-clone-send", daemon=True)
         self._thread.start()
@@ -132,6 +150,7 @@ class Sender:
         for bucket in self._buckets.values():
             _release(bucket.holds)
             bucket.done.set()
+        self.begun.set()
         self._queue.put(None)
 
     def join(self, timeout: float) -> None:
@@ -156,12 +175,11 @@ class Sender:
             start = start or time.perf_counter()
             if bucket.marker is not None:
                 bucket.marker.wait()
-            for message in bucket.messages:
+            for parcel in bucket.parcels:
                 if self.failed:
                     return
-                self._send(bucket, message)
-            if not bucket.messages:
-                self._settled(bucket)
+                self._send(bucket, parcel)
+        self.begun.set()
         while self._flight:
             self._settle()
         self.seconds = time.perf_counter() - start if start else 0.0
@@ -175,47 +193,48 @@ class Sender:
                     return self._queue.get()
                 self._settle()
 
-    def _send(self, bucket: _Bucket, message: Message) -> None:
-        with self._lock:
-            bucket.begun.add(message.tag)
-            data = bucket.aside.get(message.tag)
-            if data is None:
-                data = self._data(message)
-                bucket.live.add(message.tag)
-        self.digests[message.tag] = digest(data.numpy(), self._algorithm)
-        while self._flight and self._in_flight + message.nbytes > WINDOW:
+    def _send(self, bucket: _Bucket, parcel: _Parcel) -> None:
+        while self._flight and self._in_flight + parcel.nbytes > WINDOW:
             self._settle()
-        transfer = self._link.send(self._first_clone + message.clone, message.tag, data)
-        self._flight.append((bucket, message, transfer))
-        self._in_flight += message.nbytes
+        with self._lock:
+            parcel.begun = True
+            data = parcel.aside
+            if data is None:
+                data = self._data(parcel)
+                bucket.live.add(parcel)
+        for message in parcel.messages:
+            to = self._first_clone + message.clone
+            parcel.transfers.append(self._link.send(to, message.tag, data))
+        self._flight.append((bucket, parcel))
+        self._in_flight += parcel.nbytes
+        mark = digest(data.cpu().numpy(), self._algorithm)  # while it is under way
+        self.digests.update({message.tag: mark for message in parcel.messages})
 
     def _settle(self) -> None:
-        bucket, message, transfer = self._flight[0]
-        transfer.wait(self._timeout)
+        bucket, parcel = self._flight[0]
+        for transfer in parcel.transfers:
+            transfer.wait(self._timeout)
         self._flight.popleft()
-        self._in_flight -= message.nbytes
+        self._in_flight -= parcel.nbytes
         bucket.left -= 1
-        bucket.live.discard(message.tag)
-        bucket.aside.pop(message.tag, None)
+        bucket.live.discard(parcel)
+        parcel.aside = None
         if not bucket.left:
-            self._settled(bucket)
-
-    def _settled(self, bucket: _Bucket) -> None:
-        _release(bucket.holds)
-        bucket.done.set()
+            _release(bucket.holds)
+            bucket.done.set()
 
     # -- bytes -------------------------------------------------------------------------------
 
     def _copy(self, bucket: _Bucket) -> None:
         with self._lock:
-            for message in bucket.messages:
-                if message.tag not in bucket.begun:
-                    bucket.aside.setdefault(message.tag, self._data(message).clone())
+            for parcel in bucket.parcels:
+                if not parcel.begun and parcel.aside is None:
+                    parcel.aside = self._data(parcel).clone()
 
-    def _data(self, message: Message) -> Tensor:
-        """The message's bytes: where they lie, or packed; on the CPU."""
+    def _data(self, parcel: _Parcel) -> Tensor:
+        """The parcel's bytes: where they lie, or packed."""
         views = []
-        for part in message.parts:
+        for part in parcel.messages[0].parts:
             tensor = self._contents.tensors[part.key]
             view = byte_view(tensor)
             if view is None:
@@ -223,7 +242,11 @@ class Sender:
                 assert view is not None
             views.append(view[part.start : part.stop])
         data = views[0] if len(views) == 1 else torch.cat(views)
-        return data if data.device.type == "cpu" else data.cpu()
+        return data.to(self._device)
+
+
+def _content(message: Message) -> object:
+    return message.parts
 
 
 def _release(holds: Sequence[Hold]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from sapwood.clone.filed import remove_state, write_state
 from sapwood.clone.manifest import Manifest, versions
+from sapwood.clone.places import Places
 from sapwood.clone.plan import Key
 from sapwood.clone.sender import Sender
 from sapwood.clone.session import Session
@@ -28,7 +29,7 @@ from sapwood.state.contents import Contents, collect
 from sapwood.state.extras import Extras
 from sapwood.tiers.digest import DEFAULT_ALGORITHM
 from sapwood.transport.base import Ends, Link
-from sapwood.transport.choose import open_link
+from sapwood.transport.choose import open_link, resolve
 
 __all__ = ["ForkReport", "Serving"]
 
@@ -65,16 +66,16 @@ class Serving:
         run: RunHandle,
         settings: CloneSettings,
         session: Session,
-        hosts: tuple[str, ...],
+        places: Places,
         asked: Mapping[str, Any],
         extras: Extras,
     ) -> None:
-        """``asked`` is what the clones said: their number, hosts, and wishes."""
+        """``asked`` is what the clones said: their places and wishes; ``places`` are ours."""
         self._run, self._settings, self._session = run, settings, session
         self._extras = extras
         self._asked = asked
-        self._hosts = (*hosts, *asked["hosts"])
-        self._clones = len(asked["hosts"])
+        self._places = places + Places.from_json(asked["places"])
+        self._clones = len(asked["places"])
         self.report = ForkReport(
             session=session.name[:8], clones=self._clones, approach=str(asked["approach"])
         )
@@ -255,6 +256,7 @@ class Serving:
                 first_clone=manifest.donors,
                 timeout=self._settings.send_timeout,
                 algorithm=manifest.algorithm,
+                device=manifest.devices[self._run.group.rank],
                 on_failure=self.fail,
             )
         self._expect(manifest)
@@ -281,7 +283,9 @@ class Serving:
             hosts=manifest.hosts,
             timeout=self._settings.join_timeout,
         )
-        self._link = open_link(manifest.transport, self._session.raw, ends)
+        self._link = open_link(
+            manifest.transport, self._session.raw, ends, devices=manifest.devices
+        )
 
     def _expect(self, manifest: Manifest) -> None:
         """Which parameters each bucket of the manifest waits for."""
@@ -301,14 +305,20 @@ class Serving:
         buckets = [
             tuple(place[key] for key in bucket) for bucket in _buckets(self._run, self._contents)
         ]
+        hosts, devices = self._places.hosts, self._places.devices
+        transport = resolve(str(self._asked["transport"]), hosts, devices)
+        # Only a donor's own link knows other memory than the CPU's; passing on does not.
+        relay = self.report.approach != "p2p" and transport not in ("memory", "nccl")
         manifest = Manifest(
             run=self._run.id,
             session=self._session.name,
             donors=self._run.group.world,
             clones=self._clones,
-            hosts=self._hosts,
+            hosts=hosts,
+            devices=("cpu",) * len(hosts) if relay else devices,
             approach=self.report.approach,
-            transport=str(self._asked["transport"]),
+            transport=transport,
+            relay=relay,
             algorithm=DEFAULT_ALGORITHM,
             versions=versions(),
             catalog=tuple(catalog.to_json()),
@@ -327,15 +337,22 @@ class Serving:
         self._sent.wait(self._settings.send_timeout)
         sender = self._sender
         if sender is not None:
-            while not sender.finished.wait(0.02):
-                if sender.failed or self.over.is_set():
-                    return
+            if not self._until(sender.begun):
+                return
             session.say(f"digests/{self._run.group.rank}", sender.digests)
+            if not self._until(sender.finished):
+                return
             self.report.send_seconds = sender.seconds
         timeout = self._settings.join_timeout
         session.until(lambda: session.heard("ready"), "waiting for the clones to begin", timeout)
         self.report.done = True
         log.info("%d clones go their own way from step %d", self._clones, self.report.step)
+
+    def _until(self, event: threading.Event) -> bool:
+        """Whether it came, before the fork was over."""
+        while not event.wait(0.02) and not self.over.is_set():
+            pass
+        return not self.over.is_set()
 
     def fail(self, why: str) -> None:
         """End the fork; the training goes on."""

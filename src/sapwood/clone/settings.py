@@ -18,7 +18,7 @@ class CloneSettings:
     approach: Literal["deepclone", "lazy", "p2p", "file"] = "deepclone"
     """``deepclone``: sent while back-propagation runs. ``lazy``: in the background, after the step.
     ``p2p``: whole, rank to rank, after the step, blocking. ``file``: through a file."""
-    transport: Literal["auto", "gloo", "memory", "mpi", "mooncake"] = "auto"
+    transport: Literal["auto", "gloo", "memory", "mpi", "mooncake", "nccl"] = "auto"
     """How bytes travel; a clone may ask for another."""
     patience: float = 2.0
     """Seconds an update may wait for a clone, in all; then ``late`` decides."""

@@ -103,7 +103,7 @@ def meet(name: str, store: Store, ends: Ends, fact: str, deadline: Deadline) -> 
     """Connect each donor with each receiver, and tell all what each says about itself."""
     token = secrets.token_bytes(32)
     wires: dict[int, socket.socket] = {}
-    host = "127.0.0.1" if one_host(ends) else ""
+    host = "127.0.0.1" if one_host(ends.hosts) else ""
     try:
         with socket.create_server((host, 0), backlog=ends.size) as listener:
             at = [listener.getsockname()[1], token.hex(), fact]
@@ -132,6 +132,6 @@ def _connect(
 ) -> None:
     for peer in ends.peers:
         port, token, _ = met[peer]
-        host = "127.0.0.1" if one_host(ends) else ends.hosts[peer]
+        host = "127.0.0.1" if one_host(ends.hosts) else ends.hosts[peer]
         wires[peer] = socket.create_connection((host, port), timeout=deadline.left or 0.001)
         wires[peer].sendall(HELLO.pack(ends.me, bytes.fromhex(token)))

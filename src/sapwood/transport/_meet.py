@@ -7,7 +7,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -76,9 +76,9 @@ def exchange(name: str, store: Store, ends: Ends, mine: Any, deadline: Deadline)
     return found
 
 
-def one_host(ends: Ends) -> bool:
+def one_host(hosts: Sequence[str]) -> bool:
     """Whether all processes are on one machine."""
-    return len(set(ends.hosts)) == 1
+    return len(set(hosts)) == 1
 
 
 def accept(

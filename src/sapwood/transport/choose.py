@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -11,44 +11,50 @@ from sapwood.errors import ConfigError
 from sapwood.runtime.stores import Store
 from sapwood.transport._meet import one_host
 from sapwood.transport.base import Ends, Link
-from sapwood.transport.device import StagedLink, way
+from sapwood.transport.device import StagedLink, one_gpu_each
 
 __all__ = ["KINDS", "Kind", "open_link", "resolve"]
 
-Kind = Literal["auto", "gloo", "memory", "mpi", "mooncake"]
-KINDS: tuple[Kind, ...] = ("auto", "gloo", "memory", "mpi", "mooncake")
+Kind = Literal["auto", "gloo", "memory", "mpi", "mooncake", "nccl"]
+KINDS: tuple[Kind, ...] = ("auto", "gloo", "memory", "mpi", "mooncake", "nccl")
 
 
-def resolve(kind: str, ends: Ends) -> str:
-    """The transport that ``kind`` means here: for "auto", memory on one machine, else gloo."""
+def resolve(kind: str, hosts: Sequence[str], devices: Sequence[str] = ()) -> str:
+    """What ``kind`` means between these processes.
+
+    For "auto": NCCL where each has a GPU to itself, memory on one machine, else gloo.
+
+    Args:
+        kind: One of ``KINDS``.
+        hosts: The host of each process.
+        devices: Where its tensors are ("cpu", "cuda:1", ...); none: all in CPU memory.
+    """
     if kind not in KINDS:
         raise ConfigError(f"transport={kind!r}, but it is one of {', '.join(KINDS)}")
     if kind != "auto":
         return kind
-    return "memory" if one_host(ends) else "gloo"
+    if _has_nccl() and one_gpu_each(hosts, devices):
+        return "nccl"
+    return "memory" if one_host(hosts) else "gloo"
 
 
-def open_link(
-    kind: str, store: Store, ends: Ends, *, devices: tuple[str, ...] | None = None
-) -> Link:
+def open_link(kind: str, store: Store, ends: Ends, *, devices: Sequence[str] = ()) -> Link:
     """Open a link of this kind; all processes of a transfer name the same.
 
     Args:
         kind: One of ``KINDS``.
         store: Known to all processes; the link's keys have a prefix of their own.
         ends: Who meets.
-        devices: Where the tensors of each process are, by number; None: all in CPU memory.
+        devices: As in ``resolve``; tensors a transport cannot reach go through CPU memory.
 
     Raises:
         TransportError: Not all came in time.
         ConfigError: There is no such transport, or it does not work here; what to do.
     """
-    chosen = resolve(kind, ends)
-    how = "direct" if devices is None else way(devices, nccl=_has_nccl())
-    if how == "nccl" and kind == "auto":
-        return _opener("nccl")(store, ends)
+    chosen = resolve(kind, ends.hosts, devices)
     link = _opener(chosen)(store, ends)
-    return link if how == "direct" else StagedLink(link)
+    direct = chosen == "nccl" or all(torch.device(one).type == "cpu" for one in devices)
+    return link if direct else StagedLink(link)
 
 
 def _has_nccl() -> bool:

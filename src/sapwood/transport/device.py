@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import threading
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sapwood.transport.base import Link, Transfer
 
-__all__ = ["StagedLink", "Way", "way"]
-
-Way = Literal["direct", "nccl", "staged"]
+__all__ = ["StagedLink", "one_gpu_each"]
 
 
-def way(devices: tuple[str, ...], *, nccl: bool) -> Way:
-    """How tensors on these devices go, one per process of a transfer ("cpu", "cuda:1", ...).
-
-    NCCL connects GPUs only, so one process with its tensors in CPU memory is enough to stage all.
-    """
-    kinds = {torch.device(one).type for one in devices}
-    if kinds == {"cpu"}:
-        return "direct"
-    return "nccl" if nccl and kinds == {"cuda"} else "staged"
+def one_gpu_each(hosts: Sequence[str], devices: Sequence[str]) -> bool:
+    """Whether every process has a GPU that no other one has: only those can NCCL connect."""
+    places = set(zip(hosts, devices, strict=False))
+    cuda = all(torch.device(one).type == "cuda" for one in devices)
+    return cuda and len(places) == len(devices) == len(hosts)
 
 
 class StagedLink:

@@ -213,7 +213,7 @@ def _candidates(ends: Ends) -> Iterator[dict[str, str]]:
     if name:
         # gloo takes a list for several connections; one is enough here.
         yield {"interface": name.split(",")[0]}
-    elif one_host(ends):
+    elif one_host(ends.hosts):
         yield {"interface": "lo"}
     else:
         yield {"hostname": ends.hosts[ends.me]}

@@ -30,7 +30,7 @@ def open_memory(store: Store, ends: Ends, *, reads: bool = True) -> PumpLink:
 
     Without ``reads`` no process reads another's memory; each says so for its own.
     """
-    if not one_host(ends):
+    if not one_host(ends.hosts):
         raise ConfigError(
             f"transport 'memory' is for one machine, but the processes are on "
             f"{', '.join(sorted(set(ends.hosts)))}; use 'gloo' or 'auto'"

@@ -193,7 +193,7 @@ def _engine(ends: Ends) -> tuple[Any, str]:
             f"transport 'mooncake' cannot be loaded: {error}; install sapwood[mooncake], and the "
             "system's libibverbs1, libnl-3-200 and libnl-route-3-200 (Debian's names)"
         ) from error
-    host = "127.0.0.1" if one_host(ends) else ends.hosts[ends.me]
+    host = "127.0.0.1" if one_host(ends.hosts) else ends.hosts[ends.me]
     protocol, devices = _protocol()
     with _MAKING:
         before = set(_sockets.listeners())
