@@ -111,7 +111,7 @@ class Receiver:
     def _agree(self, session: Session) -> Manifest:
         timeout = self._settings.step_timeout
         what = "waiting for the run to end a step"
-        text = session.until(lambda: session.heard("manifest"), what, timeout)
+        text = session.hear("manifest", what, timeout)
         return Manifest.decode(text)
 
     def _check_model(self, contents: Contents) -> None:
@@ -173,9 +173,7 @@ class Receiver:
 
     def _wait_for_step(self, session: Session, order: ForkOrder) -> ForkedFrom:
         patience = math.inf if order.standby else self._settings.step_timeout
-        step = session.until(
-            lambda: session.heard("fire"), "waiting for a step to be sent", patience
-        )
+        step = session.hear("fire", "waiting for a step to be sent", patience)
         self._fired.set()
         return ForkedFrom(run=self._manifest.run, step=int(step), overrides=order.overrides)
 
@@ -187,14 +185,13 @@ class Receiver:
         """
         for donor in {0, self._group.rank} & set(range(self._manifest.donors)) - set(self._extras):
             what = f"waiting for donor {donor} to end its step"
-            self._extras[donor] = self._hear_soon(f"extras/{donor}", what)
+            self._extras[donor] = self._hear(f"extras/{donor}", what)
         return self._extras[0], self._extras.get(self._group.rank, {})
 
-    def _hear_soon(self, key: str, what: str) -> Any:
+    def _hear(self, key: str, what: str) -> Any:
         session = self._session
         assert session is not None
-        timeout = self._settings.step_timeout
-        return session.until(lambda: session.heard(key), what, timeout, soon=True)
+        return session.hear(key, what, self._settings.step_timeout)
 
     # -- receiving, on threads ---------------------------------------------------------------
 
@@ -280,7 +277,7 @@ class Receiver:
 
     def _read_file(self, session: Session) -> None:
         what, timeout = "waiting for the file", self._settings.step_timeout
-        home = session.until(lambda: session.heard("file"), what, timeout)
+        home = session.hear("file", what, timeout)
         found = read_state(Path(home), self.catalog)
         self.arrival.fill({key: torch.from_numpy(data) for key, data in found.items()})
 
@@ -288,7 +285,7 @@ class Receiver:
         """The donors' checksums, by tag."""
         found: dict[int, str] = {}
         for donor in sorted({m.donor for m in self._messages}):
-            told = self._hear_soon(f"digests/{donor}", f"waiting for donor {donor}'s checksums")
+            told = self._hear(f"digests/{donor}", f"waiting for donor {donor}'s checksums")
             found |= {int(tag): mark for tag, mark in told.items()}
         return found
 
@@ -297,7 +294,7 @@ class Receiver:
         if session.count("verified") == self._manifest.clones:
             session.say("ready", True)
         what = "waiting for the other clones"
-        session.until(lambda: session.heard("ready"), what, timeout, soon=True)
+        session.hear("ready", what, timeout)
 
     def abandon(self, error: BaseException) -> None:
         """Tell everybody that this fork failed, and close."""

@@ -24,7 +24,8 @@ from sapwood.runtime.stores import PrefixStore, Store, TCPStore
 
 __all__ = ["Session", "dial"]
 
-_FIRST_PAUSE, _LAST_PAUSE, _SHORT_PAUSE = 0.001, 0.05, 0.003
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
+_LINGER = 0.25
 
 
 def dial(host: str, port: int, timeout: float) -> Store:
@@ -91,23 +92,35 @@ class Session:
         if why is not None:
             raise CloneError(str(why))
 
-    def until(
-        self, test: Callable[[], Any], what: str, timeout: float, *, soon: bool = False
-    ) -> Any:
-        """Wait until ``test`` gives something; ``soon``: it will not be long, and every ms counts.
+    def until(self, test: Callable[[], Any], what: str, timeout: float) -> Any:
+        """Wait until ``test`` gives something.
 
         Raises:
             CloneError: the fork failed meanwhile, or it took longer than ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
-        pause, longest = _FIRST_PAUSE, _SHORT_PAUSE if soon else _LAST_PAUSE
+        pause = _FIRST_PAUSE
         while not (found := test()):
-            self.check()
-            if time.monotonic() > deadline:
-                raise CloneError(f"{what}: nothing for {timeout:g} s")
+            self._go_on(what, timeout, deadline)
             time.sleep(pause)
-            pause = min(pause * 1.5, longest)
+            pause = min(pause * 1.5, _LAST_PAUSE)
         return found
+
+    def hear(self, key: str, what: str, timeout: float) -> Any:
+        """Wait until a value is left; for who has nothing else to ask meanwhile.
+
+        Raises:
+            CloneError: the fork failed meanwhile, or it took longer than ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._try(lambda: self.store.linger(key, _LINGER)):
+            self._go_on(what, timeout, deadline)
+        return self.heard(key)
+
+    def _go_on(self, what: str, timeout: float, deadline: float) -> None:
+        self.check()
+        if time.monotonic() > deadline:
+            raise CloneError(f"{what}: nothing for {timeout:g} s")
 
     def close(self) -> None:
         """Ask no more."""
