@@ -49,7 +49,7 @@ class Arrival:
                 view = byte_view(there) if there.device == self._device else None
                 if view is None:
                     self._targets[key] = there
-            self.memory[key] = self._empty(entry.nbytes) if view is None else view
+            self.memory[key] = self.empty(entry.nbytes) if view is None else view
         self._catalog = catalog
         self._left: Counter[Key] = Counter()
         for message in messages:
@@ -67,9 +67,10 @@ class Arrival:
         if len(message.parts) == 1:
             part = message.parts[0]
             return self.memory[part.key][part.start : part.stop]
-        return self._empty(message.nbytes)
+        return self.empty(message.nbytes)
 
-    def _empty(self, nbytes: int) -> Tensor:
+    def empty(self, nbytes: int) -> Tensor:
+        """Memory where messages can arrive."""
         if self._device.type == "cpu":
             return torch.from_numpy(fresh_memory(nbytes))
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

@@ -78,6 +78,11 @@ class ClonePlan:
         return [m for m in self.messages if m.clone == clone]
 
     @property
+    def checks_tag(self) -> int:
+        """The tag of the checksums that each donor sends each clone when all is sent."""
+        return len(self.messages)
+
+    @property
     def digest(self) -> str:
         """The same on both sides, or nothing must be sent: a wrong size kills a process."""
         rows = [

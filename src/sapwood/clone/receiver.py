@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from sapwood.clone.arrival import Arrival
+from sapwood.clone.checks import size_of_digests, unpack_digests
 from sapwood.clone.door import ask
 from sapwood.clone.filed import read_state
 from sapwood.clone.manifest import Manifest, versions
@@ -36,7 +37,7 @@ from sapwood.runtime.group import Group
 from sapwood.state.apply import GivenState
 from sapwood.state.catalog import Catalog, differences
 from sapwood.state.contents import Contents, collect
-from sapwood.transport.base import Ends, Link
+from sapwood.transport.base import Ends, Link, Transfer
 from sapwood.transport.choose import open_link
 
 __all__ = ["Receiver"]
@@ -68,6 +69,7 @@ class Receiver:
         self._threads: list[threading.Thread] = []
         self._relay: dist.ProcessGroup | None = None
         self._extras: dict[int, Any] = {}
+        self._checks: list[tuple[int, Tensor, Transfer]] = []
         self._closing: threading.Thread | None = None
         self._fired = threading.Event()
         self._over = False
@@ -162,6 +164,11 @@ class Receiver:
         for message in self._mine:
             data = self.arrival.place_for(message)
             coming.append((message, data, link.recv(message.donor, message.tag, data)))
+        for donor in range(manifest.donors):
+            count = len(self.plan.sent_by(donor))
+            size = size_of_digests(count, manifest.algorithm)
+            data = self.arrival.empty(size)
+            self._checks.append((donor, data, link.recv(donor, self.plan.checks_tag, data)))
         passed = []
         for message in self._others:
             data = self.arrival.place_for(message)
@@ -284,15 +291,18 @@ class Receiver:
     def _expected(self) -> dict[int, str]:
         """The donors' checksums, by tag."""
         found: dict[int, str] = {}
-        for donor in sorted({m.donor for m in self._messages}):
-            told = self._hear(f"digests/{donor}", f"waiting for donor {donor}'s checksums")
-            found |= {int(tag): mark for tag, mark in told.items()}
+        for donor, data, transfer in self._checks:
+            transfer.wait(self._settings.step_timeout)
+            marks = unpack_digests(data, self._manifest.algorithm)
+            tags = [message.tag for message in self.plan.sent_by(donor)]
+            found |= dict(zip(tags, marks, strict=True))
         return found
 
     def _commit(self, session: Session, timeout: float) -> None:
         """All begin, or none."""
         if session.count("verified") == self._manifest.clones:
             session.say("ready", True)
+            return
         what = "waiting for the other clones"
         session.hear("ready", what, timeout)
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sapwood.clone.plan import Message
+from sapwood.clone.checks import pack_digests
+from sapwood.clone.plan import ClonePlan, Message
 from sapwood.errors import SapwoodError
 from sapwood.events import Hold, Marker
 from sapwood.state.contents import Contents, byte_view
@@ -64,42 +65,40 @@ class Sender:
     def __init__(
         self,
         link: Link,
-        messages: Sequence[Message],
+        plan: ClonePlan,
+        donor: int,
         contents: Contents,
         *,
-        first_clone: int,
         timeout: float,
         algorithm: str,
         device: str,
         on_failure: Callable[[str], None],
     ) -> None:
-        """``messages`` are this donor's; ``first_clone`` is the number of clone 0 at the link.
+        """Be ready to send ``donor``'s part of a plan.
 
         ``device`` is where the link takes tensors from; ``on_failure`` hears, on the sender's
         thread, why nothing more can be sent.
         """
         self._link = link
         self._contents = contents
-        self._first_clone = first_clone
+        self._plan = plan
+        self._messages = plan.sent_by(donor)
         self._timeout = timeout
         self._algorithm = algorithm
         self._device = torch.device(device)
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._buckets: dict[int, _Bucket] = {}
-        for number, some in itertools.groupby(messages, key=lambda m: m.bucket):
+        for number, some in itertools.groupby(self._messages, key=lambda m: m.bucket):
             parcels = [_Parcel(list(same)) for _, same in itertools.groupby(some, _content)]
             self._buckets[number] = _Bucket(parcels, left=len(parcels))
         self._queue: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._flight: deque[tuple[_Bucket, _Parcel]] = deque()
         self._in_flight = 0
-        self.digests: dict[int, str] = {}
-        """Checksums by tag, of what was sent."""
+        self._digests: dict[int, str] = {}
         self.seconds = 0.0
         """From the first message to the last."""
         self.failed = False
-        self.begun = threading.Event()
-        """Every message is under way, and has its checksum."""
         self.finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sapwood-clone-send", daemon=True)
         self._thread.start()
@@ -150,7 +149,6 @@ class Sender:
         for bucket in self._buckets.values():
             _release(bucket.holds)
             bucket.done.set()
-        self.begun.set()
         self._queue.put(None)
 
     def join(self, timeout: float) -> None:
@@ -179,9 +177,11 @@ class Sender:
                 if self.failed:
                     return
                 self._send(bucket, parcel)
-        self.begun.set()
+        checks = self._send_checks()
         while self._flight:
             self._settle()
+        for transfer in checks:
+            transfer.wait(self._timeout)
         self.seconds = time.perf_counter() - start if start else 0.0
 
     def _next(self) -> _Bucket | None:
@@ -203,12 +203,18 @@ class Sender:
                 data = self._data(parcel)
                 bucket.live.add(parcel)
         for message in parcel.messages:
-            to = self._first_clone + message.clone
+            to = self._plan.donors + message.clone
             parcel.transfers.append(self._link.send(to, message.tag, data))
         self._flight.append((bucket, parcel))
         self._in_flight += parcel.nbytes
         mark = digest(data.cpu().numpy(), self._algorithm)  # while it is under way
-        self.digests.update({message.tag: mark for message in parcel.messages})
+        self._digests.update({message.tag: mark for message in parcel.messages})
+
+    def _send_checks(self) -> list[Transfer]:
+        """Tell every clone what must have arrived, whoever brings it."""
+        marks = pack_digests([self._digests[m.tag] for m in self._messages]).to(self._device)
+        ends = range(self._plan.donors, self._plan.donors + self._plan.clones)
+        return [self._link.send(end, self._plan.checks_tag, marks) for end in ends]
 
     def _settle(self) -> None:
         bucket, parcel = self._flight[0]

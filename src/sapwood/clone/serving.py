@@ -247,16 +247,16 @@ class Serving:
             self._open_link(manifest)
             assert self._link is not None
             assert self._contents is not None
-            mine = plan.sent_by(self._run.group.rank)
-            self.report.nbytes = sum(m.nbytes for m in mine)
+            rank = self._run.group.rank
+            self.report.nbytes = sum(m.nbytes for m in plan.sent_by(rank))
             self._sender = Sender(
                 self._link,
-                mine,
+                plan,
+                rank,
                 self._contents,
-                first_clone=manifest.donors,
                 timeout=self._settings.send_timeout,
                 algorithm=manifest.algorithm,
-                device=manifest.devices[self._run.group.rank],
+                device=manifest.devices[rank],
                 on_failure=self.fail,
             )
         self._expect(manifest)
@@ -327,7 +327,7 @@ class Serving:
         return replace(manifest, digest=manifest.plan().digest)
 
     def _follow(self) -> None:
-        """Wait until all is sent, give the checksums, and see the clones begin."""
+        """Wait until all is sent, and see the clones begin."""
         session = self._session
         while not self._ended.wait(0.1):
             session.check()
@@ -337,22 +337,14 @@ class Serving:
         self._sent.wait(self._settings.send_timeout)
         sender = self._sender
         if sender is not None:
-            if not self._until(sender.begun):
-                return
-            session.say(f"digests/{self._run.group.rank}", sender.digests)
-            if not self._until(sender.finished):
-                return
+            while not sender.finished.wait(0.02):
+                if self.over.is_set():
+                    return
             self.report.send_seconds = sender.seconds
         timeout = self._settings.join_timeout
         session.until(lambda: session.heard("ready"), "waiting for the clones to begin", timeout)
         self.report.done = True
         log.info("%d clones go their own way from step %d", self._clones, self.report.step)
-
-    def _until(self, event: threading.Event) -> bool:
-        """Whether it came, before the fork was over."""
-        while not event.wait(0.02) and not self.over.is_set():
-            pass
-        return not self.over.is_set()
 
     def fail(self, why: str) -> None:
         """End the fork; the training goes on."""

@@ -4,7 +4,6 @@ posted      clones that are ready to receive
 opened      donors that are ready to send
 fire        the step whose state is sent
 extras/n    what donor n has beside tensors
-digests/n   checksums of donor n's messages, in its order
 verified    clones that hold the whole state
 ready       all clones begin
 failed      none does, and why
@@ -115,7 +114,7 @@ class Session:
         deadline = time.monotonic() + timeout
         while not self._try(lambda: self.store.linger(key, _LINGER)):
             self._go_on(what, timeout, deadline)
-        return self.heard(key)
+        return json.loads(self._try(lambda: self.store.get(key)))
 
     def _go_on(self, what: str, timeout: float, deadline: float) -> None:
         self.check()
