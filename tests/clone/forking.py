@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +15,44 @@ from torch import Tensor
 import sapwood
 from sapwood.clone.door import Address
 from sapwood.clone.order import ENV, ForkOrder
-from sapwood.testing import ranks
-from tests.checkpoint.training import Training
+from sapwood.testing import ranks, workloads
+from tests.checkpoint.training import Training, make_optimizer
 
 MORE = 4
 """Steps a clone goes on, beside its donor."""
+
+
+SMALL = {
+    "densenet121": {"image": 32, "batch_size": 2, "width": 0.125},
+    "mlp": {},
+    "nt3": {"mb": 2, "filters": 4, "batch_size": 2},
+    "resnet50": {"image": 32, "batch_size": 2, "width": 0.125},
+    "resnet152": {"image": 32, "batch_size": 2, "width": 0.125},
+    "transformer": {},
+}
+
+
+class WorkloadTraining(Training):
+    """One of the workloads of the benchmarks, small."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.rank, self.world = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE"))
+        self.work = workloads.by_name(name, **SMALL[name])
+        self.model = self.work.model()
+        self.optimizer = make_optimizer("sgd", self.model)
+        self.run = sapwood.Run(self.model, self.optimizer, folder=folder / "runs", timeout=30)
+
+    def step(self) -> float:
+        x, y = self.work.batch(self.run.step_count, self.rank, self.world)
+        loss = self.work.loss(self.run.model(x), y)
+        loss.backward()
+        self.run.step()
+        return float(loss.detach())
+
+
+def begin(folder: Path, kind: str) -> Training:
+    """The training of a workload, or the one with everything in it and an optimizer of a kind."""
+    return WorkloadTraining(folder, kind) if kind in SMALL else Training(folder, kind, timeout=30)
 
 
 def digest(state: dict[str, Tensor], *, without: str = "") -> str:
@@ -30,7 +64,7 @@ def digest(state: dict[str, Tensor], *, without: str = "") -> str:
 
 def donate(folder: Path, kind: str = "adamw", **settings: Any) -> dict[str, Any]:
     """Train until told to stop; every step's loss and state, and what forks have cost."""
-    training = Training(folder, kind, timeout=30)
+    training = begin(folder, kind)
     run = training.run
     run.allow_clones(**settings)
     losses, states, weights = {}, {}, {}
@@ -58,7 +92,7 @@ def told_to_stop(run: sapwood.Run, folder: Path) -> bool:
 
 def receive(folder: Path, kind: str = "adamw", *, serve: bool = False) -> dict[str, Any]:
     """Begin as a fork and go on for a few steps."""
-    training = Training(folder, kind, timeout=30)
+    training = begin(folder, kind)
     run = training.run
     parent = run.forked_from
     assert parent is not None

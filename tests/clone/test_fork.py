@@ -11,7 +11,7 @@ import pytest
 
 from sapwood.cli.folders import list_runs
 from sapwood.clone.door import Address, ask
-from sapwood.testing import ranks
+from sapwood.testing import ranks, workloads
 from tests.clone.forking import donors, goes_on_like, home_of, order, receive, stop
 
 
@@ -23,6 +23,15 @@ def test_as_many_clones_as_donors_go_on_alike(tmp_path: Path, world: int) -> Non
     for clone, donor in zip(clones, seen, strict=True):
         assert goes_on_like(clone, donor)
         assert [(step, done) for step, done, _, _ in donor["forks"]] == [(clone["step"], True)]
+
+
+@pytest.mark.parametrize("name", workloads.NAMES)
+def test_every_workload_goes_on_alike(tmp_path: Path, name: str) -> None:
+    with donors(tmp_path, 2, name) as group:
+        clones = ranks.spawn(receive, 2, tmp_path, name, env=order(home_of(tmp_path)))
+        seen = stop(tmp_path, group)
+    for clone, donor in zip(clones, seen, strict=True):
+        assert goes_on_like(clone, donor)
 
 
 @pytest.mark.parametrize(("donating", "cloning"), [(1, 3), (3, 1), (2, 3), (4, 2)])

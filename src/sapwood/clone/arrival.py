@@ -91,10 +91,9 @@ class Arrival:
         for key in done:
             self._complete(key)
 
-    def fill(self, tensors: Mapping[Key, Tensor]) -> None:
-        """Everything at once."""
-        for key, data in tensors.items():
-            self.memory[key].copy_(data)
+    def filled(self) -> None:
+        """Everything is there at once."""
+        for key in self.memory:
             self._complete(key)
 
     def of(self, file: str) -> dict[Key, npt.NDArray[np.uint8]]:

@@ -6,16 +6,18 @@ read it when it is synced.
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
+from torch import Tensor
 
+from sapwood.clone.plan import Key
 from sapwood.errors import CloneError
 from sapwood.state.catalog import Catalog
 from sapwood.state.contents import Contents, byte_view
-from sapwood.tiers.files import Files
 
 __all__ = ["read_state", "remove_state", "write_state"]
 
@@ -30,41 +32,54 @@ def write_state(folder: Path, session: str, contents: Contents) -> Path:
     Raises:
         CloneError: they cannot be written.
     """
-    home, files = _home(folder, session), Files()
+    home = _home(folder, session)
     try:
-        files.make_folder(home)
+        home.mkdir(parents=True)
         for layout in contents.catalog.layouts.values():
-            with files.create(home / layout.filename) as writer:
-                writer.write_at(0, layout.header)
+            with (home / layout.filename).open("wb", buffering=0) as file:
+                file.write(layout.header)
                 for entry in layout.entries:
                     view = byte_view(contents.tensors[entry.key].contiguous())
                     assert view is not None
-                    writer.write_at(layout.start(entry.name), view.cpu().numpy())
-                writer.sync()
+                    file.seek(layout.start(entry.name))
+                    _write_all(file, view.cpu().numpy().data)
+                os.fsync(file.fileno())
     except OSError as error:
         raise CloneError(f"cannot write {home}: {error.strerror or error}") from error
     return home.resolve()
 
 
-def read_state(home: Path, catalog: Catalog) -> dict[tuple[str, str], npt.NDArray[np.uint8]]:
-    """The bytes of all tensors.
+def _write_all(file: FileIO, data: memoryview) -> None:
+    while data.nbytes:
+        data = data[file.write(data) :]
+
+
+def read_state(home: Path, catalog: Catalog, into: Mapping[Key, Tensor]) -> None:
+    """Fill memory with the bytes of all tensors.
 
     Raises:
         CloneError: they cannot be read.
     """
-    found = {}
     for layout in catalog.layouts.values():
         path = home / layout.filename
         try:
-            whole = np.fromfile(path, np.uint8)
+            with path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != layout.size:
+                    raise CloneError(f"{path} has {size} bytes, expected {layout.size}")
+                for entry in layout.entries:
+                    file.seek(layout.start(entry.name))
+                    _read_all(file, into[entry.key].numpy().data)
         except OSError as error:
             raise CloneError(f"cannot read {path}: {error.strerror or error}") from error
-        if len(whole) != layout.size:
-            raise CloneError(f"{path} has {len(whole)} bytes, expected {layout.size}")
-        for entry in layout.entries:
-            start = layout.start(entry.name)
-            found[entry.key] = whole[start : start + entry.nbytes]
-    return found
+
+
+def _read_all(file: FileIO, into: memoryview) -> None:
+    while into.nbytes:
+        count = file.readinto(into)
+        if not count:
+            raise OSError(f"{file.name} has become shorter")
+        into = into[count:]
 
 
 def remove_state(folder: Path, session: str) -> None:

@@ -285,8 +285,8 @@ class Receiver:
     def _read_file(self, session: Session) -> None:
         what, timeout = "waiting for the file", self._settings.step_timeout
         home = session.hear("file", what, timeout)
-        found = read_state(Path(home), self.catalog)
-        self.arrival.fill({key: torch.from_numpy(data) for key, data in found.items()})
+        read_state(Path(home), self.catalog, self.arrival.memory)
+        self.arrival.filled()
 
     def _expected(self) -> dict[int, str]:
         """The donors' checksums, by tag."""

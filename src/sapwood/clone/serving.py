@@ -307,15 +307,17 @@ class Serving:
         ]
         hosts, devices = self._places.hosts, self._places.devices
         transport = resolve(str(self._asked["transport"]), hosts, devices)
-        # Only a donor's own link knows other memory than the CPU's; passing on does not.
-        relay = self.report.approach != "p2p" and transport not in ("memory", "nccl")
+        approach = self.report.approach
+        relay = approach in ("deepclone", "lazy") and transport not in ("memory", "nccl")
+        # Only a donor's own link knows other memory than the CPU's.
+        on_cpu = relay or approach == "file"
         manifest = Manifest(
             run=self._run.id,
             session=self._session.name,
             donors=self._run.group.world,
             clones=self._clones,
             hosts=hosts,
-            devices=("cpu",) * len(hosts) if relay else devices,
+            devices=("cpu",) * len(hosts) if on_cpu else devices,
             approach=self.report.approach,
             transport=transport,
             relay=relay,
