@@ -22,7 +22,7 @@ from sapwood._version import __version__
 from sapwood.clone.donor import Donor
 from sapwood.clone.forked import Fork, join_fork
 from sapwood.clone.order import ForkedFrom
-from sapwood.clone.serving import ForkReport
+from sapwood.clone.report import ForkReport
 from sapwood.clone.settings import CloneSettings
 from sapwood.errors import UsageError
 from sapwood.events import EventBus, StepEnded

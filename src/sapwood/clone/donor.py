@@ -16,7 +16,8 @@ from typing import Any
 from sapwood.clone.door import Door, Request
 from sapwood.clone.manifest import APPROACHES, versions
 from sapwood.clone.places import Places
-from sapwood.clone.serving import OWNER, ForkReport, Serving
+from sapwood.clone.report import ForkReport
+from sapwood.clone.serving import OWNER, Serving
 from sapwood.clone.session import Session, dial
 from sapwood.clone.settings import CloneSettings
 from sapwood.errors import CloneError, SapwoodError

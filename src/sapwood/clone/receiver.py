@@ -7,10 +7,8 @@ soon as its own tensors are there. The state counts only when all clones have ve
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import platform
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,20 +20,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sapwood.clone.arrival import Arrival
+from sapwood.clone.asking import ask_donors, check_model
 from sapwood.clone.checks import size_of_digests, unpack_digests
-from sapwood.clone.door import ask
 from sapwood.clone.filed import read_state
-from sapwood.clone.manifest import Manifest, versions
+from sapwood.clone.manifest import Manifest
 from sapwood.clone.order import ForkedFrom, ForkOrder
 from sapwood.clone.places import Places
 from sapwood.clone.plan import Message
-from sapwood.clone.session import Session, dial
+from sapwood.clone.session import Session
 from sapwood.clone.settings import CloneSettings
-from sapwood.errors import CloneError, SapwoodError
+from sapwood.errors import SapwoodError
 from sapwood.runtime import faults
 from sapwood.runtime.group import Group
 from sapwood.state.apply import GivenState
-from sapwood.state.catalog import Catalog, differences
+from sapwood.state.catalog import Catalog
 from sapwood.state.contents import Contents, collect
 from sapwood.transport.base import Ends, Link, Transfer
 from sapwood.transport.choose import open_link
@@ -43,8 +41,6 @@ from sapwood.transport.choose import open_link
 __all__ = ["Receiver"]
 
 log = logging.getLogger(__name__)
-_ANSWER = 30.0
-_SHOWN = 20
 
 
 class Receiver:
@@ -74,11 +70,11 @@ class Receiver:
         self._fired = threading.Event()
         self._over = False
         try:
-            self._session = session = self._ask(order, Places.gather(group, model))
+            self._session = session = ask_donors(order, group, Places.gather(group, model))
             self._manifest = manifest = self._agree(session)
             self.catalog = Catalog.from_json(manifest.catalog)
             contents = collect(model, optimizer, lambda name: (0,))
-            self._check_model(contents)
+            check_model(self.catalog, contents)
             self._prepare(session, manifest, contents)
             self.forked_from = self._wait_for_step(session, order)
         except BaseException as error:
@@ -87,45 +83,11 @@ class Receiver:
 
     # -- coming together ---------------------------------------------------------------------
 
-    def _ask(self, order: ForkOrder, places: Places) -> Session:
-        """Rank 0 asks for all; every rank hears the answer, also a refusal."""
-        group = self._group
-        answer: dict[str, Any] = {}
-        if group.rank == 0:
-            request = {
-                "versions": versions(),
-                "places": places.to_json(),
-                "approach": order.approach,
-                "transport": order.transport,
-                "standby": order.standby,
-            }
-            try:
-                answer = ask(order.address, request)
-            except CloneError as error:
-                answer = {"error": str(error)}
-        answer = json.loads(group.share_text("answer to a fork", json.dumps(answer)))
-        if "error" in answer:
-            raise CloneError(answer["error"])
-        near = order.address.node == platform.node()
-        store = dial("127.0.0.1" if near else answer["host"], int(answer["port"]), _ANSWER)
-        return Session(store, answer["session"], timeout=_ANSWER)
-
     def _agree(self, session: Session) -> Manifest:
         timeout = self._settings.step_timeout
         what = "waiting for the run to end a step"
         text = session.hear("manifest", what, timeout)
         return Manifest.decode(text)
-
-    def _check_model(self, contents: Contents) -> None:
-        wanted = {k: e for k, e in contents.catalog.by_key.items() if k[0] == "model"}
-        theirs = Catalog(tuple(e for e in self.catalog.entries if e.file == "model"))
-        lines = [line.replace("the checkpoint", "the run") for line in differences(theirs, wanted)]
-        if lines:
-            more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-            raise CloneError(
-                "the run to be cloned has another model:\n  "
-                + "\n  ".join([*lines[:_SHOWN], *more])
-            )
 
     def _prepare(self, session: Session, manifest: Manifest, contents: Contents) -> None:
         self.plan = manifest.plan()

@@ -11,51 +11,29 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from sapwood.clone.filed import remove_state, write_state
-from sapwood.clone.manifest import Manifest, versions
+from sapwood.clone.manifest import Manifest
 from sapwood.clone.places import Places
-from sapwood.clone.plan import Key
+from sapwood.clone.report import ForkReport
 from sapwood.clone.sender import Sender
 from sapwood.clone.session import Session
 from sapwood.clone.settings import CloneSettings
+from sapwood.clone.terms import make_manifest, owners_of_buckets
 from sapwood.errors import CloneError, SapwoodError
 from sapwood.events import Hold, Marker, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
 from sapwood.state.contents import Contents, collect
 from sapwood.state.extras import Extras
-from sapwood.tiers.digest import DEFAULT_ALGORITHM
 from sapwood.transport.base import Ends, Link
-from sapwood.transport.choose import open_link, resolve
+from sapwood.transport.choose import open_link
 
-__all__ = ["ForkReport", "Serving"]
+__all__ = ["Serving"]
 
 log = logging.getLogger(__name__)
 OWNER = "clone"
-
-
-@dataclass(slots=True, kw_only=True)
-class ForkReport:
-    """What one fork cost this donor."""
-
-    session: str
-    clones: int
-    approach: str
-    step: int = 0
-    """The step whose state was sent; 0 while it is not known."""
-    nbytes: int = 0
-    send_seconds: float = 0.0
-    """From the first message to the last."""
-    waited_seconds: float = 0.0
-    """What updates waited for it."""
-    failure: str = ""
-    ready: bool = False
-    """The clones can receive; on rank 0, which decides the step."""
-    done: bool = False
-    """All clones have begun."""
 
 
 class Serving:
@@ -233,52 +211,33 @@ class Serving:
         # A run that pauses, for an evaluation, is not one that ended.
         while not self._looked.wait(0.1):
             session.check()
-            if self.over.is_set():
-                raise CloneError("the run has ended")
+        contents = self._contents
+        if contents is None or self.over.is_set():
+            raise CloneError("the run has ended")
         if self._run.group.rank == 0:
-            session.say("manifest", self._manifest().encode())
+            terms = make_manifest(self._run, contents, session.name, self._places, self._asked)
+            session.say("manifest", terms.encode())
         text = session.until(lambda: session.heard("manifest"), "waiting for rank 0", timeout)
         manifest = Manifest.decode(text)
-        plan = manifest.plan()
         session.until(
             lambda: session.counted("agreed") >= self._clones, "waiting for the clones", timeout
         )
+        for number, names in enumerate(owners_of_buckets(manifest, contents)):
+            self._waiting[number] = names
+            self._holds[number] = []
+            self._buckets_of.update(dict.fromkeys(names, number))
         if manifest.approach != "file":
-            self._open_link(manifest)
-            assert self._link is not None
-            assert self._contents is not None
-            rank = self._run.group.rank
-            self.report.nbytes = sum(m.nbytes for m in plan.sent_by(rank))
-            self._sender = Sender(
-                self._link,
-                plan,
-                rank,
-                self._contents,
-                timeout=self._settings.send_timeout,
-                algorithm=manifest.algorithm,
-                device=manifest.devices[rank],
-                on_failure=self.fail,
-            )
-        self._expect(manifest)
+            self._connect(manifest, contents)
         self._open = True  # before rank 0 can count on it
         session.count("opened")
         if self._run.group.rank == 0:
-            session.until(
-                lambda: (
-                    session.counted("posted") >= self._clones
-                    and session.counted("opened") >= manifest.donors
-                ),
-                "waiting for the clones to post their receives",
-                timeout,
-            )
-            while not self._go.wait(0.1):
-                session.check()
-            self._may_fire = not self.over.is_set()
-            self.report.ready = self._may_fire
+            self._wait_for_all(manifest.donors)
 
-    def _open_link(self, manifest: Manifest) -> None:
+    def _connect(self, manifest: Manifest, contents: Contents) -> None:
+        plan, rank = manifest.plan(), self._run.group.rank
+        self.report.nbytes = sum(m.nbytes for m in plan.sent_by(rank))
         ends = Ends(
-            me=self._run.group.rank,
+            me=rank,
             donors=manifest.donors,
             hosts=manifest.hosts,
             timeout=self._settings.join_timeout,
@@ -286,47 +245,31 @@ class Serving:
         self._link = open_link(
             manifest.transport, self._session.raw, ends, devices=manifest.devices
         )
-
-    def _expect(self, manifest: Manifest) -> None:
-        """Which parameters each bucket of the manifest waits for."""
-        assert self._contents is not None
-        keys = [entry.key for entry in self._contents.catalog.entries]
-        owner = {key: name for name, ks in self._contents.by_parameter.items() for key in ks}
-        for number, bucket in enumerate(manifest.buckets):
-            names = {owner[keys[n]] for n in bucket if keys[n] in owner}
-            self._waiting[number] = names
-            self._holds[number] = []
-            self._buckets_of.update(dict.fromkeys(names, number))
-
-    def _manifest(self) -> Manifest:
-        assert self._contents is not None
-        catalog = self._contents.catalog
-        place = {entry.key: n for n, entry in enumerate(catalog.entries)}
-        buckets = [
-            tuple(place[key] for key in bucket) for bucket in _buckets(self._run, self._contents)
-        ]
-        hosts, devices = self._places.hosts, self._places.devices
-        transport = resolve(str(self._asked["transport"]), hosts, devices)
-        approach = self.report.approach
-        relay = approach in ("deepclone", "lazy") and transport not in ("memory", "nccl")
-        # Only a donor's own link knows other memory than the CPU's.
-        on_cpu = relay or approach == "file"
-        manifest = Manifest(
-            run=self._run.id,
-            session=self._session.name,
-            donors=self._run.group.world,
-            clones=self._clones,
-            hosts=hosts,
-            devices=("cpu",) * len(hosts) if on_cpu else devices,
-            approach=self.report.approach,
-            transport=transport,
-            relay=relay,
-            algorithm=DEFAULT_ALGORITHM,
-            versions=versions(),
-            catalog=tuple(catalog.to_json()),
-            buckets=tuple(buckets),
+        self._sender = Sender(
+            self._link,
+            plan,
+            rank,
+            contents,
+            timeout=self._settings.send_timeout,
+            algorithm=manifest.algorithm,
+            device=manifest.devices[rank],
+            on_failure=self.fail,
         )
-        return replace(manifest, digest=manifest.plan().digest)
+
+    def _wait_for_all(self, donors: int) -> None:
+        """Until every clone can receive, every donor can send, and clones need not stand by."""
+        session = self._session
+        session.until(
+            lambda: (
+                session.counted("posted") >= self._clones and session.counted("opened") >= donors
+            ),
+            "waiting for the clones to post their receives",
+            self._settings.join_timeout,
+        )
+        while not self._go.wait(0.1):
+            session.check()
+        self._may_fire = not self.over.is_set()
+        self.report.ready = self._may_fire
 
     def _follow(self) -> None:
         """Wait until all is sent, and see the clones begin."""
@@ -389,13 +332,3 @@ class Serving:
     def join(self, timeout: float) -> None:
         """Wait for the thread."""
         self._thread.join(timeout)
-
-
-def _buckets(run: RunHandle, contents: Contents) -> list[list[Key]]:
-    """Keys by bucket, in the order of updates; what belongs to no bucket comes last."""
-    buckets = [
-        [key for name in names for key in contents.by_parameter[name]] for names in run.buckets
-    ]
-    known = {key for bucket in buckets for key in bucket}
-    rest = [key for key in contents.tensors if key not in known]
-    return [bucket for bucket in [*buckets, rest] if bucket]
