@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from sapwood.cli.verbs.ckpt.words import progress, size
+from sapwood.cli.words import progress, size
 
 __all__ = ["index", "inspect", "verify"]
 
