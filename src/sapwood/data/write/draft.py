@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = ["cannot_write", "drafted"]
 
 _WRITER = "sapwood"
 """One name for all: whoever writes next clears up what a killed process has left."""
+_LITTLE = 128 * 2**20
 
 
 @contextmanager
@@ -52,8 +54,11 @@ def drafted(dest: Path, *, force: bool) -> Iterator[Path]:
 def cannot_write(dest: Path, error: Exception) -> DataError:
     """The error to raise when the system refuses to write."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    if getattr(error, "errno", None) == errno.ENOSPC:
-        why += "; free some space, or choose another place"
+    with suppress(OSError):
+        # LMDB says of a full disk that input or output went wrong.
+        free = shutil.disk_usage(dest.parent).free
+        if free < _LITTLE or getattr(error, "errno", None) == errno.ENOSPC:
+            why += f"; {free // 2**20} MiB are free there: free some, or choose another place"
     return DataError(f"{dest}: cannot be written: {why}")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +75,7 @@ class Writer:
                 self._txn.put(key, value, db=db, append=True)
                 self.nbytes += len(value)
         except (self._lmdb.Error, OSError) as error:
-            raise self._failed(error) from error
+            raise cannot_write(self._dest, error) from error
         self.records += 1
 
     def finish(self, database: str, key: bytes, value: bytes) -> None:
@@ -94,7 +92,7 @@ class Writer:
             self._commit()
             self._env.sync(True)
         except (self._lmdb.Error, OSError) as error:
-            raise self._failed(error) from error
+            raise cannot_write(self._dest, error) from error
 
     def close(self) -> None:
         """Close the file; what was not committed is not in it."""
@@ -136,8 +134,3 @@ class Writer:
         if self._txn is not None:
             txn, self._txn, self._pending = self._txn, None, 0
             txn.commit()
-
-    def _failed(self, error: Exception) -> DataError:
-        if isinstance(error, self._lmdb.DiskError):
-            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return cannot_write(self._dest, error)
