@@ -64,13 +64,15 @@ class Cursor:
         """Step by step."""
         with ExitStack() as stack:
             txn, db = _begin(self._lmdb, self._index, stack)
-            count = nbytes = 0
-            for value in stack.enter_context(closing(txn.cursor(db))).iternext(keys=False):
-                count, nbytes = count + 1, nbytes + len(value)
-                if count == self._batch:
-                    yield count, nbytes
-                    count = nbytes = 0
-            yield count, nbytes
+            cursor = stack.enter_context(closing(txn.cursor(db)))
+            # A training has the values of a batch in memory together, and so has this.
+            batch: list[bytes] = []
+            for value in cursor.iternext(keys=False):
+                batch.append(value)
+                if len(batch) == self._batch:
+                    yield _size(batch)
+                    batch = []
+            yield _size(batch)
 
 
 class Lookups:
@@ -98,7 +100,7 @@ class Lookups:
             txn, db = _begin(self._lmdb, self._index, stack)
             for first in range(0, len(self._keys), self._batch):
                 keys = self._keys[first : first + self._batch]
-                yield len(keys), sum(len(txn.get(key, db=db)) for key in keys)
+                yield _size([txn.get(key, db=db) for key in keys])
 
 
 class Disk:
@@ -127,6 +129,10 @@ class Disk:
                 flying.append(pool.submit(os.preadv, fd, [buffer], offset))
             for last in flying:
                 yield 0, last.result()
+
+
+def _size(batch: list[bytes]) -> tuple[int, int]:
+    return len(batch), sum(map(len, batch))
 
 
 def _begin(lmdb: Any, index: Index, stack: ExitStack) -> tuple[Any, Any]:
