@@ -38,12 +38,12 @@ def sapwood(*args: str, tmp_path: Path, **more: str) -> subprocess.CompletedProc
     )
 
 
-def start(*args: str, tmp_path: Path) -> subprocess.Popen[str]:
+def start(*args: str, tmp_path: Path, **more: str) -> subprocess.Popen[str]:
     """Start ``sapwood`` and leave it running."""
     return subprocess.Popen(
         [sys.executable, "-m", "sapwood.cli", *args],
         cwd=tmp_path,
-        env=environment(tmp_path),
+        env=environment(tmp_path, **more),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

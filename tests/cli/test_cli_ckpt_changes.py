@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 import sapwood
-from sapwood.cli.verbs.ckpt.words import seconds
+from sapwood.cli.words import seconds
 from sapwood.errors import ConfigError
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.packed import PackedTier

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
-from tests.cli.helpers import sapwood
+import numpy as np
+import pytest
+
+from sapwood.cli.main import main
+from tests.cli.helpers import sapwood, start, wait_for
 from tests.data.databases import numbered, plain
+from tests.data.sources import images
 
 
 def test_index_inspect_verify(tmp_path: Path) -> None:
@@ -32,3 +38,59 @@ def test_damage_is_one_line(tmp_path: Path) -> None:
     assert failed.returncode == 1
     assert failed.stderr.startswith("sapwood: a.mdb: page 0: expected LMDB's mark")
     assert failed.stderr.count("\n") == 1
+
+
+def test_convert_compact_and_bench(tmp_path: Path) -> None:
+    images(tmp_path / "in", {"a": 20, "b": 20})
+    made = sapwood("data", "convert", "in", "a.mdb", "--shuffle", "0", tmp_path=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith("a.mdb: 40 records, ")
+    assert "named databases with the same keys: .names, .labels" in made.stdout
+    shown = sapwood("data", "inspect", "a.mdb", tmp_path=tmp_path).stdout
+    assert "converted from:          folder" in shown
+    assert "classes:                 2" in shown
+    copied = sapwood("data", "compact", "a.mdb", "b.mdb", tmp_path=tmp_path)
+    assert copied.returncode == 0, copied.stderr
+    assert " before, " in copied.stdout
+    timed = sapwood("data", "bench", "b.mdb", "--seconds", "0.03", tmp_path=tmp_path)
+    assert timed.returncode == 0, timed.stderr
+    assert "of disk" in timed.stdout
+    assert "raw disk" in timed.stdout
+    again = sapwood("data", "convert", "in", "a.mdb", tmp_path=tmp_path)
+    assert (again.returncode, again.stderr.count("\n")) == (1, 1)
+    assert "a.mdb exists; use --force" in again.stderr
+
+
+@pytest.mark.parametrize("verb", ["index", "inspect", "verify", "convert", "compact", "bench"])
+def test_the_help_of_each_verb_teaches_with_examples(verb: str, capsys) -> None:
+    assert main(["data", verb, "--help"]) == 0
+    assert capsys.readouterr().out.count(f"sapwood data {verb}") >= 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "left"),
+    [
+        (signal.SIGINT, 130, []),
+        (signal.SIGTERM, 143, []),
+        (signal.SIGKILL, -9, [".a.mdb.draft-sapwood"]),
+    ],
+)
+def test_a_signal_leaves_no_half_file(
+    tmp_path: Path, number: int, code: int, left: list[str]
+) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((500, 1000), np.uint8))
+    slow = start(
+        *("data", "convert", "x.npy", "a.mdb"),
+        tmp_path=tmp_path,
+        SAPWOOD_FAULTS="data.convert:sleep:60@100",
+    )
+    draft = tmp_path / ".a.mdb.draft-sapwood"
+    wait_for(lambda: draft.exists() and draft.stat().st_size, "the draft")
+    slow.send_signal(number)
+    _, error = slow.communicate(timeout=60)
+    assert slow.returncode == code, error
+    assert "Traceback" not in error
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*left, "tmp", "x.npy"])
+    done = sapwood("data", "convert", "x.npy", "a.mdb", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.mdb", "tmp", "x.npy"]

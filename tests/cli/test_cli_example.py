@@ -28,3 +28,13 @@ def test_the_checkpoint_example_goes_on_where_it_was_on_any_number_of_ranks(tmp_
     done = sapwood("run", "-n", "1", script, "--steps", "24", "--every", "4", tmp_path=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "1 ranks, from step 20"
+
+
+def test_the_data_example_goes_on_in_mid_epoch_on_any_number_of_ranks(tmp_path):
+    script = str(EXAMPLES / "05_data.py")
+    done = sapwood("run", "-n", "2", script, "--steps", "30", "--every", "5", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "2 ranks, from step 0: epoch 0, batch 0 of 21"
+    done = sapwood("run", "-n", "3", script, "--steps", "40", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "3 ranks, from step 30: epoch 1, batch 9 of 21"

@@ -21,7 +21,7 @@ _VERBS = {
     "runs": "List the runs of a folder: their state, their step, and what they were forked from.",
     "trace": "Show where the time of a step went, as text, SVG or a Perfetto file.",
     "ckpt": "List, check, compare, mend, thin out and export checkpoints.",
-    "data": "Index, look at and check databases of training samples.",
+    "data": "Make, index, check and measure databases of training samples.",
     "doctor": "Check this machine and this installation, and say what to do about problems.",
     "demo": "Train a small model on two ranks and show what Sapwood saw.",
 }

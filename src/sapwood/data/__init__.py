@@ -1,6 +1,6 @@
 """Reading training samples as fast as the disk allows.
 
-The names that need torch are loaded when used, so that looking at a database does not.
+The names that need torch, or that write, are loaded when used: looking at a database needs neither.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ if TYPE_CHECKING:
     from sapwood.data.reader import LmdbReader
     from sapwood.data.records import LmdbRecords
     from sapwood.data.stagger import Stagger
+    from sapwood.data.write.about import read_about
+    from sapwood.data.write.compact import Compacted, compact
+    from sapwood.data.write.convert import Converted, convert
 
 __all__ = [
     "Batch",
+    "Compacted",
+    "Converted",
     "Fingerprint",
     "Index",
     "LmdbReader",
@@ -32,21 +37,29 @@ __all__ = [
     "Reuse",
     "Stagger",
     "build_index",
+    "compact",
+    "convert",
     "index_file",
     "list_databases",
     "load_index",
     "open_index",
+    "read_about",
     "save_index",
 ]
 
-_NEEDS_TORCH = {
+_ELSEWHERE = {
+    "Compacted": "sapwood.data.write.compact",
+    "Converted": "sapwood.data.write.convert",
     "LmdbReader": "sapwood.data.reader",
     "LmdbRecords": "sapwood.data.records",
     "Stagger": "sapwood.data.stagger",
+    "compact": "sapwood.data.write.compact",
+    "convert": "sapwood.data.write.convert",
+    "read_about": "sapwood.data.write.about",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
+    if name not in _ELSEWHERE:
         raise AttributeError(f"module 'sapwood.data' has no attribute {name!r}")
-    return getattr(import_module(_NEEDS_TORCH[name]), name)
+    return getattr(import_module(_ELSEWHERE[name]), name)

@@ -73,6 +73,14 @@ class LmdbRecords(Dataset[Any]):
 
     def __getitems__(self, records: Sequence[int]) -> Any:
         """Several records, as one batch."""
+        return self.take(records)
+
+    def take(self, records: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+        """Several records, as one batch.
+
+        With ``batch.index`` of a reader these are the same records of another database of the
+        file, such as the labels of images.
+        """
         batch = self._batch(np.asarray(records, np.int64))
         return batch if self._decode is None else self._decode(batch)
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from sapwood.data.batch import Batch
 from sapwood.data.engines import POLICIES, SHARED, EngineSettings, Policy
 from sapwood.data.engines.base import MIB
-from sapwood.data.index import Index
+from sapwood.data.index import Index, list_databases
 from sapwood.data.node import Node
 from sapwood.data.order import Chunks, Order, OrderSpec
 from sapwood.data.order.spec import Scope, Shuffle, Tail
 from sapwood.data.passes import Plan
 from sapwood.data.provenance import Provenance
 from sapwood.data.sidecar import open_index
-from sapwood.errors import ConfigError
+from sapwood.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from sapwood.data.stagger import Stagger
@@ -112,6 +112,8 @@ class ReaderSettings:
                 self.window,
             )
         index = open_index(self.path, self.database, file=self.index)
+        if not len(index):
+            raise _no_records(index)
         chunks = Chunks.of(index.offsets, index.lengths, self.chunk or _chunk_bytes(index))
         return Plan(
             index=index,
@@ -147,6 +149,16 @@ class ReaderSettings:
             scope=reuse.scope,
             cell=reuse.node_streams,
         )
+
+
+def _no_records(index: Index) -> DataError:
+    if index.database is not None:
+        return DataError(
+            f"{index.file}: {index.database.decode(errors='replace')!r} has no records"
+        )
+    named = [one.decode(errors="replace") for one in sorted(list_databases(index.file))]
+    hint = f"; choose one of its others with database=: {', '.join(named[:10])}" if named else ""
+    return DataError(f"{index.file}: the main database has no records{hint}")
 
 
 def _chunk_bytes(index: Index) -> int:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from sapwood.cli.verbs.ckpt.content import Content, choose
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE
 from sapwood.cli.verbs.ckpt.survey import find_one
-from sapwood.cli.verbs.ckpt.words import progress, size
+from sapwood.cli.words import progress, size
 from sapwood.state.catalog import Catalog, Entry
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from sapwood.cli.verbs.ckpt.content import Content, choose
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE
 from sapwood.cli.verbs.ckpt.survey import find_one
-from sapwood.cli.verbs.ckpt.words import progress, size
+from sapwood.cli.words import progress, size
 from sapwood.errors import ConfigError, TierError
 from sapwood.state.catalog import Entry, FileLayout
 from sapwood.tiers.files import Files

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from sapwood.cli.verbs.ckpt.content import choose
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, Copy, find_one
-from sapwood.cli.verbs.ckpt.words import size
+from sapwood.cli.words import size
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Entry
 from sapwood.tiers.record import ShardRecord

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, find_places
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, survey
-from sapwood.cli.verbs.ckpt.words import age, size
+from sapwood.cli.words import age, size
 
 __all__ = ["ls"]
 

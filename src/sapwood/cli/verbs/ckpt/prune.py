@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from sapwood.checkpoint import retention
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, find_places
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, survey
-from sapwood.cli.verbs.ckpt.words import age, seconds, size
+from sapwood.cli.words import age, seconds, size
 from sapwood.errors import ConfigError, SapwoodError
 
 __all__ = ["prune"]

@@ -14,7 +14,7 @@ from sapwood.cli.verbs.ckpt.mend import is_sound, mend
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, Place, find_tiers
 from sapwood.cli.verbs.ckpt.published import damaged_headers, problem_of, rewrite_header
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, Leftover, survey
-from sapwood.cli.verbs.ckpt.words import age, duration, seconds
+from sapwood.cli.words import age, duration, seconds
 from sapwood.errors import SapwoodError
 from sapwood.tiers.files import Files
 

@@ -13,7 +13,7 @@ from sapwood.cli.verbs.ckpt.content import gaps
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, find_places
 from sapwood.cli.verbs.ckpt.published import problem_of
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, Copy, find_one, survey
-from sapwood.cli.verbs.ckpt.words import progress, size
+from sapwood.cli.words import progress, size
 from sapwood.errors import CheckpointError, SapwoodError
 from sapwood.tiers.base import Stored, read_range
 from sapwood.tiers.record import CheckpointId

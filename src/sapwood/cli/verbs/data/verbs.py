@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from sapwood.cli.verbs.ckpt.words import progress, size
+from sapwood.cli.words import progress, size
 
 __all__ = ["index", "inspect", "verify"]
 
@@ -51,7 +51,7 @@ def inspect(database: str, *, name: str | None = None, json: Json = False) -> No
         json: Write JSON instead of text.
     """
     from sapwood.cli.output import print_json
-    from sapwood.data import list_databases
+    from sapwood.data import list_databases, read_about
 
     made = _walk(database, name, thorough=False)
     facts: dict[str, Any] = {
@@ -68,15 +68,28 @@ def inspect(database: str, *, name: str | None = None, json: Json = False) -> No
             one.decode(errors="replace"): found.entries
             for one, found in list_databases(database).items()
         },
+        "about": read_about(database),
     }
     if json:
         print_json(facts)
         return
-    named = facts.pop("named")
+    named, about = facts.pop("named"), facts.pop("about")
     for what, value in facts.items():
         print(f"{what + ':':<25}{value}")
     for one, entries in named.items():
         print(f"{'named:':<25}{one}, {entries} records")
+    if about is not None:
+        _show_about(about)
+
+
+def _show_about(about: dict[str, Any]) -> None:
+    print(f"{'converted from:':<25}{about['kind']}")
+    for column, facts in about["columns"].items():
+        if facts:
+            text = ", ".join(f"{what} {value}" for what, value in facts.items())
+            print(f"{'column:':<25}{column or 'the main database'}, {text}")
+    if about.get("classes"):
+        print(f"{'classes:':<25}{len(about['classes'])}")
 
 
 def verify(database: str, *, name: str | None = None) -> None:

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from sapwood.errors import ConfigError
 
@@ -58,20 +59,25 @@ def seconds(text: str, option: str) -> float:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes on a terminal, nothing in a pipe; call the result with bytes done."""
+def progress(
+    what: str, total: int, *, unit: Literal["bytes", "time"] = "bytes"
+) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing in a pipe; call the result with bytes, or milliseconds, done."""
     if not sys.stderr.isatty():
-        yield lambda nbytes: None
+        yield lambda done: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
     )
+
+    rest = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else ()
+    columns = (TextColumn("{task.description}"), BarColumn(), *rest, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
+        yield lambda done: bar.advance(task, done)

@@ -1,0 +1,1 @@
+"""Writing databases: from other kinds of files, and from databases that have grown holes."""
