@@ -160,6 +160,13 @@ METRICS = (
         meaning="CPU of all processes of both groups from the begin of that step until all is "
         "over, minus training, for each GB a clone holds then",
     ),
+    Metric(
+        name="cpu_donors",
+        unit="s/GB",
+        digits=2,
+        meaning="the same, of the donors' processes alone: what the training would feel if the "
+        "clones had machines of their own",
+    ),
     Metric(name="sent", unit="MB", meaning="what leaves the donors, all together"),
     Metric(
         name="join",

@@ -81,7 +81,7 @@ def give(donor: Donor, turn: Turn, baseline_steps: int, *, check: bool) -> dict[
     donor.join(turn)
     steps = training.steps
     before = clones(training.plain, training.optimizer) if check else {}
-    cpu = read_cpu(context)
+    cpu, own = read_cpu(context), time.process_time()
     found |= asdict(donor.fork(turn))
     count = 2
     # More steps than these would say nothing new: a blocking contender is over by now.
@@ -90,6 +90,7 @@ def give(donor: Donor, turn: Turn, baseline_steps: int, *, check: bool) -> dict[
         count += 1
     turn.check()
     donor.settle()
+    found["own_cpu"] = time.process_time() - own
     found |= {"cpu": read_cpu(context) - cpu, "trained": count, "sent": donor.sent()}
     if check:
         put_back(before, training.plain, training.optimizer)
@@ -102,13 +103,19 @@ def give(donor: Donor, turn: Turn, baseline_steps: int, *, check: bool) -> dict[
 def baseline(donor: Donor, steps: int) -> dict[str, Any]:
     training, context = donor.training, donor.context
     training.step()
-    cpu = read_cpu(context)
+    cpu, own = read_cpu(context), time.process_time()
     seconds, backwards = [], []
     for _ in range(steps):
         seconds.append(training.timed_step())
         backwards.append(training.ended_at - training.backward_at)
+    own_used = time.process_time() - own
     used = read_cpu(context) - cpu
-    return {"steps": seconds, "backwards": backwards, "step_cpu": used / steps}
+    return {
+        "steps": seconds,
+        "backwards": backwards,
+        "step_cpu": used / steps,
+        "own_step_cpu": own_used / steps,
+    }
 
 
 def read_cpu(context: Context) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 Answers = Sequence[Mapping[str, Any]]
 Round = dict[str, dict[str, float]]
 OURS = "sapwood"
-RAW = ("pair", "used", "trained", "step_cpu", "gigabytes")
+RAW = ("pair", "used", "trained", "step_cpu", "own", "own_step", "gigabytes")
 """What only ``derive`` needs."""
 
 
@@ -36,6 +36,8 @@ def fork_metrics(donors: Answers, clones: Answers, nbytes: int) -> dict[str, flo
         "used": donors[0]["cpu"],
         "trained": donors[0]["trained"],
         "step_cpu": donors[0]["step_cpu"],
+        "own": sum(donor["own_cpu"] for donor in donors),
+        "own_step": sum(donor["own_step_cpu"] for donor in donors),
         "gigabytes": nbytes * len(clones) / 1e9,
     }
 
@@ -53,8 +55,10 @@ def derive(measured: Round) -> None:
             continue
         step = statistics.median(metrics["step"] for metrics in alike)
         step_cpu = statistics.median(metrics["step_cpu"] for metrics in alike)
+        own_step = statistics.median(metrics["own_step"] for metrics in alike)
         for metrics in alike:
             raw = {key: metrics.pop(key) for key in RAW}
             metrics["overhead"] = raw["pair"] - 2 * step
             metrics["overhead_step"] = metrics["overhead"] / step * 100
             metrics["cpu"] = (raw["used"] - raw["trained"] * step_cpu) / raw["gigabytes"]
+            metrics["cpu_donors"] = (raw["own"] - raw["trained"] * own_step) / raw["gigabytes"]

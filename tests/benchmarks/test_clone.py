@@ -19,6 +19,8 @@ def donor(**changes: object) -> dict:
         "steps": [0.1, 0.3, 0.2],
         "backwards": [0.05, 0.1, 0.1],
         "step_cpu": 0.25,
+        "own_cpu": 0.75,
+        "own_step_cpu": 0.125,
         "asked": 0.5,
         "begun": 10.0,
         "backward_at": 10.05,
@@ -46,6 +48,8 @@ def test_the_slowest_rank_on_either_side_counts() -> None:
             "used": 2,
             "trained": 4,
             "step_cpu": 0.25,
+            "own": 1.5,
+            "own_step": 0.25,
             "gigabytes": 1,
         }
     )
@@ -53,6 +57,7 @@ def test_the_slowest_rank_on_either_side_counts() -> None:
 
 def turn_of(step: float, pair: float, step_cpu: float) -> dict[str, float]:
     raw = {"pair": pair, "used": 2.0, "trained": 4, "step_cpu": step_cpu, "gigabytes": 0.5}
+    raw |= {"own": 1.5, "own_step": 0.25}
     assert set(raw) == set(RAW)
     return {"step": step, **raw}
 
@@ -67,7 +72,7 @@ def test_costs_are_beyond_ordinary_steps_of_the_same_trainer_and_round() -> None
     }
     derive(measured)
     assert measured["sapwood"] == pytest.approx(
-        {"step": 100, "overhead": 10, "overhead_step": 10 / 1.1, "cpu": 2}
+        {"step": 100, "overhead": 10, "overhead_step": 10 / 1.1, "cpu": 2, "cpu_donors": 1}
     )
     assert measured["sapwood file"]["overhead"] == pytest.approx(300)
     assert measured["p2p gloo"]["overhead"] == pytest.approx(100)
