@@ -41,8 +41,9 @@ help:
 demo: .venv/.demo
 	@$(BIN)/sapwood demo
 
+# Most tests wait for processes more than they compute: two at a time on two cores.
 test: .venv/.dev
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: .venv/.dev docs
 	@$(BIN)/ruff check .

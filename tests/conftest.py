@@ -25,7 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--order-seed",
         type=int,
-        default=int.from_bytes(os.urandom(3), "big"),
+        # In the environment, so that processes which run a part of the tests know the same.
+        default=int(os.environ.setdefault("PYTEST_ORDER_SEED", str(random.randrange(2**24)))),
         help="shuffle the tests by this seed (default: another one each time, shown in the header)",
     )
 

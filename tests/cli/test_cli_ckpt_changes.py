@@ -14,6 +14,7 @@ from safetensors import safe_open
 import sapwood
 from sapwood.cli.words import seconds
 from sapwood.errors import ConfigError
+from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.packed import PackedTier
 from sapwood.tiers.record import CheckpointId
@@ -189,8 +190,7 @@ def test_incomplete_ones_go_only_when_asked_and_only_behind_a_whole_one(capsys):
 
 
 def test_repair_finishes_and_mends_assembled_checkpoints(capsys):
-    external = pytest.importorskip("sapwood.tiers.external")
-    tier = external.ExternalTier(Path("ckpts"))
+    tier = ExternalTier(Path("ckpts"))
     for step in (5, 10):
         for rank in range(WORLD):
             tier.put(*shard(step, rank, WORLD))

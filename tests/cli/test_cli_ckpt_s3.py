@@ -12,14 +12,12 @@ import torch
 from safetensors import safe_open
 
 from sapwood.cli.main import main
-from sapwood.testing import faults
+from sapwood.testing import faults, seaweed
+from sapwood.tiers import s3
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.s3 import objects
 from tests.tiers.shards import ATTEMPT, shard
-
-s3 = pytest.importorskip("sapwood.tiers.s3")
-objects = pytest.importorskip("sapwood.tiers.s3.objects")
-seaweed = pytest.importorskip("sapwood.testing.seaweed")
 
 WORLD = 2
 BUCKET = "ckpts"

@@ -97,7 +97,6 @@ def test_two_mpiruns_at_once_meet_each_their_own(script: str) -> None:
 
 
 def test_mpirun_with_a_meeting_point_and_over_mpi(script: str) -> None:
-    pytest.importorskip("mpi4py")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

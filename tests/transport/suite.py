@@ -27,6 +27,9 @@ class Suite:
     def test_a_killed_peer_is_told_soon(self) -> None:
         transport.check_lost_peer(self.opener)
 
+    def test_a_killed_donor_is_told_soon(self) -> None:
+        transport.check_lost_donor(self.opener)
+
     def test_a_stopped_peer_costs_the_timeout_only(self) -> None:
         transport.check_stopped_peer(self.opener)
 

@@ -8,7 +8,9 @@ from tests.transport.suite import Suite
 
 @pytest.fixture(scope="module", autouse=True)
 def engine() -> None:
-    pytest.importorskip("mooncake.engine", reason="Mooncake's engine or its libraries are missing")
+    pytest.importorskip(
+        "mooncake.engine", reason="Mooncake's libraries are missing", exc_type=ImportError
+    )
 
 
 class TestMooncake(Suite):

@@ -7,8 +7,9 @@ fresh run does not have yet, in memory that later becomes its state.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ from sapwood.state.contents import Contents, byte_view, to_torch_dtype
 from sapwood.tiers.digest import digest
 
 __all__ = ["Arrival"]
+
+_LOOK = 0.25
 
 
 class Arrival:
@@ -117,6 +120,22 @@ class Arrival:
                 raise CloneError(f"{key[0]} {key[1]} has not arrived for {timeout:g} s")
         if self.problem is not None:
             raise CloneError(f"the state did not arrive: {self.problem}") from self.problem
+
+    def wait_while(
+        self, event: threading.Event, check: Callable[[], None], what: str, timeout: float
+    ) -> None:
+        """Wait for an event, as long as the state may still come and ``check`` raises nothing.
+
+        Raises:
+            CloneError: it will not come, or took longer than ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not event.wait(_LOOK):
+            check()
+            if self.problem is not None:
+                raise CloneError(f"{what}: {self.problem}") from self.problem
+            if time.monotonic() > deadline:
+                raise CloneError(f"{what}: nothing for {timeout:g} s")
 
     def check(self, expected: Mapping[int, str], messages: Sequence[Message]) -> None:
         """Compare checksums with what the donors have sent.

@@ -83,6 +83,11 @@ class ClonePlan:
         return len(self.messages)
 
     @property
+    def extras_tag(self) -> int:
+        """The tag of what a donor has beside tensors."""
+        return len(self.messages) + 1
+
+    @property
     def digest(self) -> str:
         """The same on both sides, or nothing must be sent: a wrong size kills a process."""
         rows = [

@@ -7,6 +7,7 @@ soon as its own tensors are there. The state counts only when all clones have ve
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
@@ -29,7 +30,8 @@ from sapwood.clone.places import Places
 from sapwood.clone.plan import Message
 from sapwood.clone.session import Session
 from sapwood.clone.settings import CloneSettings
-from sapwood.errors import SapwoodError
+from sapwood.clone.slot import SLOT, unpack_text
+from sapwood.errors import CloneError, SapwoodError
 from sapwood.runtime import faults
 from sapwood.runtime.group import Group
 from sapwood.state.apply import GivenState
@@ -63,8 +65,11 @@ class Receiver:
         self._link: Link | None = None
         self._session: Session | None = None
         self._threads: list[threading.Thread] = []
-        self._relay: dist.ProcessGroup | None = None
+        self._among: dist.ProcessGroup | None = None
+        """Of the clones, for this fork only: the messages they pass on are no others'."""
         self._extras: dict[int, Any] = {}
+        self._slots: dict[int, Tensor] = {}
+        self._told = threading.Event()
         self._checks: list[tuple[int, Tensor, Transfer]] = []
         self._closing: threading.Thread | None = None
         self._fired = threading.Event()
@@ -104,10 +109,10 @@ class Receiver:
             device=manifest.devices[manifest.donors + rank],
         )
         session.count("agreed")
+        if self._group.world > 1:
+            patience = timedelta(seconds=self._group.timeout)
+            self._among = dist.new_group(backend="gloo", timeout=patience)
         if manifest.approach != "file":
-            if not whole and self._group.world > 1:
-                patience = timedelta(seconds=self._group.timeout)
-                self._relay = dist.new_group(backend="gloo", timeout=patience)
             self._post(session, manifest)
         session.count("posted")
 
@@ -131,12 +136,17 @@ class Receiver:
             size = size_of_digests(count, manifest.algorithm)
             data = self.arrival.empty(size)
             self._checks.append((donor, data, link.recv(donor, self.plan.checks_tag, data)))
+        extras = []
+        for donor in self._donors_of_extras:
+            self._slots[donor] = data = self.arrival.empty(SLOT)
+            extras.append(link.recv(donor, self.plan.extras_tag, data))
         passed = []
         for message in self._others:
             data = self.arrival.place_for(message)
-            work = dist.irecv(data, message.clone, group=self._relay, tag=message.tag)
+            work = dist.irecv(data, message.clone, group=self._among, tag=message.tag)
             passed.append((message, data, work))
         self._start("sapwood-clone-receive", lambda: self._receive(coming))
+        self._start("sapwood-clone-extras", lambda: self._receive_extras(extras))
         if passed:
             self._start("sapwood-clone-relay", lambda: self._receive_passed(passed))
 
@@ -152,15 +162,24 @@ class Receiver:
         Raises:
             CloneError: the donors' step did not end in time.
         """
-        for donor in {0, self._group.rank} & set(range(self._manifest.donors)) - set(self._extras):
-            what = f"waiting for donor {donor} to end its step"
-            self._extras[donor] = self._hear(f"extras/{donor}", what)
+        for donor in self._donors_of_extras - set(self._extras):
+            self._extras[donor] = self._extras_of(donor)
         return self._extras[0], self._extras.get(self._group.rank, {})
 
-    def _hear(self, key: str, what: str) -> Any:
+    @property
+    def _donors_of_extras(self) -> set[int]:
+        return {0, self._group.rank} & set(range(self._manifest.donors))
+
+    def _extras_of(self, donor: int) -> Any:
         session = self._session
         assert session is not None
-        return session.hear(key, what, self._settings.step_timeout)
+        what, timeout = f"waiting for donor {donor} to end its step", self._settings.step_timeout
+        if self._link is not None:
+            self.arrival.wait_while(self._told, session.check, what, timeout)
+            text = unpack_text(self._slots[donor])
+            if text:
+                return json.loads(text)
+        return session.hear(f"extras/{donor}", what, timeout)
 
     # -- receiving, on threads ---------------------------------------------------------------
 
@@ -185,15 +204,22 @@ class Receiver:
         for message, data, transfer in coming:
             transfer.wait(self._settings.step_timeout)
             faults.point("clone.arrived", tag=message.tag)
-            if self._relay is not None:
+            if self._manifest.relay and self._among is not None:
                 passing += [
-                    (data, dist.isend(data, other, group=self._relay, tag=message.tag))
+                    (data, dist.isend(data, other, group=self._among, tag=message.tag))
                     for other in range(self._group.world)
                     if other != self._group.rank
                 ]
             self.arrival.arrived(message, data)
         for _, work in passing:
             work.wait(timedelta(seconds=self._settings.step_timeout))
+
+    def _receive_extras(self, extras: Sequence[Transfer]) -> None:
+        if not self._wait_for_fire():
+            return
+        for transfer in extras:
+            transfer.wait(self._settings.step_timeout)
+        self._told.set()
 
     def _wait_for_fire(self) -> bool:
         """Waiting for a message has a limit, and cannot be taken up again; this can."""
@@ -229,13 +255,15 @@ class Receiver:
             if self._manifest.approach != "file":
                 self.arrival.check(self._expected(), self._messages)
             faults.point("clone.verified")
-            self._commit(session, timeout)
+            self._commit(session)
         except BaseException as error:
             self.abandon(error)
             raise
         common, mine = self.extras()
         # Nobody needs to wait until connections are closed.
-        self._closing = threading.Thread(target=self.close, name="sapwood-clone-close", daemon=True)
+        self._closing = threading.Thread(
+            target=self._leave, name="sapwood-clone-close", daemon=True
+        )
         self._closing.start()
         return GivenState(
             catalog=self.catalog,
@@ -260,13 +288,23 @@ class Receiver:
             found |= dict(zip(tags, marks, strict=True))
         return found
 
-    def _commit(self, session: Session, timeout: float) -> None:
-        """All begin, or none."""
-        if session.count("verified") == self._manifest.clones:
-            session.say("ready", True)
+    def _commit(self, session: Session) -> None:
+        """All begin, or none: who failed has left the group of the clones, or never comes."""
+        if self._among is None:
             return
-        what = "waiting for the other clones"
-        session.hear("ready", what, timeout)
+        try:
+            dist.all_reduce(torch.ones(1), group=self._among)
+        except RuntimeError as error:
+            session.check()
+            raise CloneError(f"another clone is gone, so none begins: {error}") from error
+
+    def _leave(self) -> None:
+        if self._group.rank == 0 and self._session is not None:
+            try:
+                self._session.say("ready", True)
+            except CloneError as error:
+                log.info("the donors do not hear that their clones have begun: %s", error)
+        self.close()
 
     def abandon(self, error: BaseException) -> None:
         """Tell everybody that this fork failed, and close."""
@@ -288,8 +326,8 @@ class Receiver:
             self._link = None
         for thread in self._threads:
             thread.join(5.0)
-        if self._relay is not None:
-            dist.destroy_process_group(self._relay)
-            self._relay = None
+        if self._among is not None:
+            dist.destroy_process_group(self._among)
+            self._among = None
         if self._session is not None:
             self._session.close()

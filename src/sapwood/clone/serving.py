@@ -7,19 +7,24 @@ a step ends.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from sapwood.clone.filed import remove_state, write_state
 from sapwood.clone.manifest import Manifest
 from sapwood.clone.places import Places
+from sapwood.clone.plan import ClonePlan
 from sapwood.clone.report import ForkReport
 from sapwood.clone.sender import Sender
 from sapwood.clone.session import Session
 from sapwood.clone.settings import CloneSettings
+from sapwood.clone.slot import SLOT, pack_text
 from sapwood.clone.terms import make_manifest, owners_of_buckets
 from sapwood.errors import CloneError, SapwoodError
 from sapwood.events import Hold, Marker, TensorUpdated
@@ -27,7 +32,7 @@ from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
 from sapwood.state.contents import Contents, collect
 from sapwood.state.extras import Extras
-from sapwood.transport.base import Ends, Link
+from sapwood.transport.base import Ends, Link, Transfer
 from sapwood.transport.choose import open_link
 
 __all__ = ["Serving"]
@@ -60,6 +65,9 @@ class Serving:
         self._contents: Contents | None = None
         self._looked = threading.Event()
         self._link: Link | None = None
+        self._plan: ClonePlan | None = None
+        self._device = "cpu"
+        self._told: list[Transfer] = []
         self._sender: Sender | None = None
         self._waiting: dict[int, set[str]] = {}
         self._holds: dict[int, list[Hold]] = {}
@@ -217,7 +225,7 @@ class Serving:
         if self._run.group.rank == 0:
             terms = make_manifest(self._run, contents, session.name, self._places, self._asked)
             session.say("manifest", terms.encode())
-        text = session.until(lambda: session.heard("manifest"), "waiting for rank 0", timeout)
+        text = session.hear("manifest", "waiting for rank 0", timeout)
         manifest = Manifest.decode(text)
         session.until(
             lambda: session.counted("agreed") >= self._clones, "waiting for the clones", timeout
@@ -234,7 +242,9 @@ class Serving:
             self._wait_for_all(manifest.donors)
 
     def _connect(self, manifest: Manifest, contents: Contents) -> None:
-        plan, rank = manifest.plan(), self._run.group.rank
+        rank = self._run.group.rank
+        self._plan = plan = manifest.plan()
+        self._device = manifest.devices[rank]
         self.report.nbytes = sum(m.nbytes for m in plan.sent_by(rank))
         ends = Ends(
             me=rank,
@@ -252,7 +262,7 @@ class Serving:
             contents,
             timeout=self._settings.send_timeout,
             algorithm=manifest.algorithm,
-            device=manifest.devices[rank],
+            device=self._device,
             on_failure=self.fail,
         )
 
@@ -278,7 +288,7 @@ class Serving:
             session.check()
         if self.over.is_set():
             return
-        session.say(f"extras/{self._run.group.rank}", self._taken())
+        self._tell_extras()
         self._sent.wait(self._settings.send_timeout)
         sender = self._sender
         if sender is not None:
@@ -287,9 +297,25 @@ class Serving:
                     return
             self.report.send_seconds = sender.seconds
         timeout = self._settings.join_timeout
-        session.until(lambda: session.heard("ready"), "waiting for the clones to begin", timeout)
+        session.hear("ready", "waiting for the clones to begin", timeout)
         self.report.done = True
         log.info("%d clones go their own way from step %d", self._clones, self.report.step)
+
+    def _tell_extras(self) -> None:
+        """By the link, which has the shortest way; what is too long for it, by the store."""
+        rank = self._run.group.rank
+        taken = self._taken()
+        slot = pack_text(json.dumps(taken))
+        if self._plan is None or slot is None:
+            self._session.say(f"extras/{rank}", taken)
+        if self._plan is None or self._link is None:
+            return
+        slot = torch.zeros(SLOT, dtype=torch.uint8) if slot is None else slot
+        for clone in range(self._plan.clones):
+            if rank in (0, clone):
+                end = self._plan.donors + clone
+                data = slot.to(self._device)
+                self._told.append(self._link.send(end, self._plan.extras_tag, data))
 
     def fail(self, why: str) -> None:
         """End the fork; the training goes on."""

@@ -3,9 +3,8 @@
 posted      clones that are ready to receive
 opened      donors that are ready to send
 fire        the step whose state is sent
-extras/n    what donor n has beside tensors
-verified    clones that hold the whole state
-ready       all clones begin
+extras/n    what donor n has beside tensors, if it is long
+ready       all clones have begun
 failed      none does, and why
 """
 
@@ -24,7 +23,6 @@ from sapwood.runtime.stores import PrefixStore, Store, TCPStore
 __all__ = ["Session", "dial"]
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
-_LINGER = 0.25
 
 
 def dial(host: str, port: int, timeout: float) -> Store:
@@ -100,26 +98,20 @@ class Session:
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
         while not (found := test()):
-            self._go_on(what, timeout, deadline)
+            self.check()
+            if time.monotonic() > deadline:
+                raise CloneError(f"{what}: nothing for {timeout:g} s")
             time.sleep(pause)
             pause = min(pause * 1.5, _LAST_PAUSE)
         return found
 
     def hear(self, key: str, what: str, timeout: float) -> Any:
-        """Wait until a value is left; for who has nothing else to ask meanwhile.
+        """Wait until a value is left.
 
         Raises:
             CloneError: the fork failed meanwhile, or it took longer than ``timeout`` seconds.
         """
-        deadline = time.monotonic() + timeout
-        while not self._try(lambda: self.store.linger(key, _LINGER)):
-            self._go_on(what, timeout, deadline)
-        return json.loads(self._try(lambda: self.store.get(key)))
-
-    def _go_on(self, what: str, timeout: float, deadline: float) -> None:
-        self.check()
-        if time.monotonic() > deadline:
-            raise CloneError(f"{what}: nothing for {timeout:g} s")
+        return self.until(lambda: self.heard(key), what, timeout)
 
     def close(self) -> None:
         """Ask no more."""

@@ -12,10 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Overdue
-from datetime import timedelta
 from typing import Any, TypeVar
-
-from torch.distributed import DistStoreError
 
 from sapwood.errors import DeadlineError, UsageError
 from sapwood.runtime.stores import Store
@@ -83,21 +80,6 @@ class BoundedStore:
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, _LAST_PAUSE)
         return False
-
-    def linger(self, key: str, seconds: float) -> bool:
-        """Whether ``key`` was written within ``seconds``; the host tells, at once when it is.
-
-        Nobody else is answered through this connection meanwhile.
-        """
-
-        def stay() -> bool:
-            try:
-                self._store.wait([key], timedelta(seconds=seconds))
-            except DistStoreError:
-                return False
-            return True
-
-        return self._call(stay, seconds + self._timeout)
 
     def close(self) -> None:
         """End the thread, or leave it behind if the store's host does not answer."""
