@@ -1,5 +1,6 @@
-"""The same records in every format: ``python -m contenders.data_formats FOLDER COUNT NBYTES``.
+"""The same records in every format.
 
+``python -m contenders.data_formats FOLDER COUNT NBYTES FORMAT...`` writes them.
 It runs in a process of its own, so that a writer which fails or leaves threads harms nobody. It
 prints, as JSON, why a format could not be written, and a digest of the records.
 """
@@ -100,11 +101,11 @@ WRITERS: dict[str, Callable[[Path, int, int], None]] = {
 def main() -> None:
     folder, count, nbytes = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     failed: dict[str, str] = {}
-    for name, write in WRITERS.items():
+    for name in sys.argv[4:]:
         (folder / name).mkdir(parents=True)
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                write(folder / name, count, nbytes)
+                WRITERS[name](folder / name, count, nbytes)
         except Exception as error:  # a peer's; the others go on
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     print(json.dumps({"failed": failed, "digest": digest_of(records_of(count, nbytes))}))

@@ -18,7 +18,7 @@ THREADS = 8
 
 
 class Records(Dataset):
-    """What the guides to LMDB with PyTorch show: opened where it is used, a lookup by key each."""
+    """Opened where it is used: neither an environment nor a transaction survives a fork."""
 
     def __init__(self, task: Task, *, readahead: bool) -> None:
         self.path, self.count, self.readahead = task.database, task.count, readahead
@@ -39,9 +39,17 @@ class Records(Dataset):
         with self.env.begin() as txn:
             return [txn.get(key_of(number)) for number in numbers]
 
-    def close(self) -> None:
-        if self.env is not None:
-            self.env.close()
+
+class Samples(Records):
+    """Record by record, each a tensor."""
+
+    __getitems__ = None  # or the DataLoader would ask for a batch at once
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if self.env is None:
+            self.open()
+        with self.env.begin() as txn:
+            return torch.frombuffer(bytearray(txn.get(key_of(number))), dtype=torch.uint8)
 
 
 def sampler_of(task: Task, records: Records) -> Sampler[int]:
@@ -56,40 +64,25 @@ def as_is(batch: list[bytes]) -> list[bytes]:
     return batch
 
 
-def as_tensor(batch: list[bytes]) -> torch.Tensor:
-    """Workers give tensors back through shared memory; a list of bytes would go through a pipe."""
-    joined = torch.frombuffer(bytearray().join(batch), dtype=torch.uint8)
-    return joined.view(len(batch), -1)
-
-
-class Loader(Reading):
-    """DataLoader in this process."""
+class Loader(Tensors, Reading):
+    """What the guides show: a lookup for each record, the DataLoader stacks them to a tensor."""
 
     readahead = True
+    workers = 0
 
     def batches(self) -> Iterator[Any]:
-        records = Records(self.task, readahead=self.readahead)
-        sampler = sampler_of(self.task, records)
-        yield from DataLoader(records, self.task.part, sampler=sampler, collate_fn=as_is)
-        records.close()
-
-
-class LoaderWorkers(Tensors, Reading):
-    """DataLoader with two workers."""
-
-    readahead = True
-
-    def batches(self) -> Iterator[Any]:
-        records = Records(self.task, readahead=self.readahead)
-        sampler = sampler_of(self.task, records)
+        records = Samples(self.task, readahead=self.readahead)
         yield from DataLoader(
             records,
             self.task.part,
-            sampler=sampler,
-            collate_fn=as_tensor,
-            num_workers=2,
-            prefetch_factor=4,
+            sampler=sampler_of(self.task, records),
+            num_workers=self.workers,
+            prefetch_factor=4 if self.workers else None,
         )
+
+
+class LoaderWorkers(Loader):
+    workers = 2
 
 
 class LoaderPlain(Loader):
@@ -98,6 +91,15 @@ class LoaderPlain(Loader):
 
 class LoaderWorkersPlain(LoaderWorkers):
     readahead = False
+
+
+class LoaderLean(Reading):
+    """As little as can be done with py-lmdb: no tensors, a transaction for a batch, no workers."""
+
+    def batches(self) -> Iterator[Any]:
+        records = Records(self.task, readahead=True)
+        sampler = sampler_of(self.task, records)
+        yield from DataLoader(records, self.task.part, sampler=sampler, collate_fn=as_is)
 
 
 class Torchdata(Reading):
@@ -123,6 +125,7 @@ class Torchdata(Reading):
 READINGS = {
     "py-lmdb": Loader,
     "py-lmdb 2 workers": LoaderWorkers,
+    "py-lmdb lean": LoaderLean,
     "py-lmdb no readahead": LoaderPlain,
     "py-lmdb 2 workers no readahead": LoaderWorkersPlain,
     "torchdata": Torchdata,

@@ -6,25 +6,27 @@ from collections.abc import Sequence
 
 FORMAT_OF = {
     "webdataset": "tar",
-    "webdataset 2 workers": "tar",
     "spdl": "tar",
     "litdata": "litdata",
-    "litdata 2 workers": "litdata",
     "grain": "array_record",
 }
 """All others read the LMDB file."""
 OURS = ("sapwood", "sapwood ring", "auto", "lmdb", "lmm", "lmm-dm", "dio", "prov", "coal", "stag")
 UNCHECKED = ("raw disk", "page cache")
+STEADY = ("py-lmdb no readahead", "py-lmdb 2 workers no readahead", "webdataset", "dio", "prov")
+"""They do not get faster while the page cache fills, so that short turns say as much."""
 SHARDS = tuple(FORMAT_OF)
 PACKAGES = {
     "webdataset": "webdataset",
-    "webdataset 2 workers": "webdataset",
     "spdl": "spdl.pipeline",
     "litdata": "litdata",
-    "litdata 2 workers": "litdata",
     "grain": "grain",
     "torchdata": "torchdata.nodes",
 }
+
+
+def format_of(name: str) -> str:
+    return FORMAT_OF.get(name, "lmdb")
 
 
 def module_of(name: str) -> str:

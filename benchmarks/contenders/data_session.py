@@ -16,25 +16,41 @@ from typing import Any
 from core import Case, Extra, NotRun, RankGroup
 from core.ranks import BENCHMARKS
 
-from .data_needs import FORMAT_OF, OURS, UNCHECKED, modules_of, packages_of
+from .data_costs import Answers, read_metrics, wrong_records
+from .data_needs import OURS, STEADY, UNCHECKED, format_of, modules_of, packages_of
 from .equality import error_in
 
 MODULE = "contenders.data_turn"
 MIB = 2**20
-Answers = Sequence[Mapping[str, Any]]
 
 
 class Data:
-    """Records in every format, in a folder that goes when the benchmark ends."""
+    """Records in some formats, in a folder that goes when the benchmark ends."""
 
     made: dict[tuple[int, int], Data] = {}  # noqa: RUF012 - shared on purpose: made once
 
     def __init__(self, count: int, nbytes: int) -> None:
+        self.count, self.nbytes = count, nbytes
         self.folder = tempfile.TemporaryDirectory(prefix="bench-data-")
         atexit.register(self.folder.cleanup)
+        self.written: set[str] = set()
+        self.failed: dict[str, str] = {}
+        self.digest = 0
+
+    @classmethod
+    def of(cls, count: int, nbytes: int) -> Data:
+        if (count, nbytes) not in cls.made:
+            cls.made[count, nbytes] = cls(count, nbytes)
+        return cls.made[count, nbytes]
+
+    def need(self, formats: set[str]) -> None:
+        """Writes those that are not there yet."""
+        missing = sorted(formats - self.written)
+        if not missing:
+            return
         command = [sys.executable, "-m", "contenders.data_formats", self.folder.name]
         done = subprocess.run(
-            [*command, str(count), str(nbytes)],
+            [*command, str(self.count), str(self.nbytes), *missing],
             cwd=BENCHMARKS,
             env=RankGroup.environment(1, "data"),
             capture_output=True,
@@ -44,25 +60,23 @@ class Data:
         if done.returncode:
             raise NotRun(f"the data could not be made: {done.stderr.splitlines()[-1:]}")
         found = json.loads(done.stdout)
-        self.failed: dict[str, str] = found["failed"]
-        self.digest: int = found["digest"]
-
-    @classmethod
-    def of(cls, count: int, nbytes: int) -> Data:
-        if (count, nbytes) not in cls.made:
-            cls.made[count, nbytes] = cls(count, nbytes)
-        return cls.made[count, nbytes]
+        self.written |= set(missing)
+        self.failed |= found["failed"]
+        self.digest = found["digest"]
 
 
 class DataSession:
     """One kind of record, cold or warm, in one order, on some ranks."""
 
     epochs = itertools.count(1)
+    checked: dict[tuple[Any, ...], float] = {}  # noqa: RUF012 - of the whole run
+    """Peak memory of peers whose records were looked at: the page cache changes neither."""
 
     def __init__(self, case: Case, names: Sequence[str], options: Mapping[str, Any]) -> None:
         self.case, self.options = case, options
         self.size = options["sizes"][case["records"]]
         self.data = Data.of(self.size["count"], self.size["nbytes"])
+        self.data.need({format_of(name) for name in names} | {"lmdb"})
         self.extra = Extra()
         self.names = [name for name in names if not self.excluded(name, self.unwritten(name))]
         settings = {
@@ -83,7 +97,7 @@ class DataSession:
             raise
 
     def unwritten(self, name: str) -> str | None:
-        return self.data.failed.get(FORMAT_OF.get(name, "lmdb"))
+        return self.data.failed.get(format_of(name))
 
     def excluded(self, name: str, reason: str | None) -> bool:
         if reason is None:
@@ -101,7 +115,7 @@ class DataSession:
             contender=name,
             cache=cache,
             epoch=next(self.epochs),
-            seconds=self.options["seconds"],
+            seconds=self.options["steady_seconds" if name in STEADY else "seconds"],
             check=check,
         )
         if self.excluded(name, error_in(answers)):
@@ -115,26 +129,30 @@ class DataSession:
         """A whole epoch, untimed and warm: are all records there, once? And the peak memory."""
         if name in UNCHECKED:
             return
-        answers = self.turn(name, cache=self.case["cache"] if name in OURS else "warm", check=True)
-        if answers is None:
-            return
-        samples = sum(answer["samples"] for answer in answers)
-        digest = sum(answer["digest"] for answer in answers)
+        cache = self.case["cache"] if name in OURS else "warm"
+        key = (self.data.folder.name, name, self.case["order"], self.case["ranks"], cache)
+        if key not in self.checked:
+            answers = self.turn(name, cache=cache, check=True)
+            if answers is None:
+                return
+            self.compare(name, answers)
+            self.checked[key] = max(answer["memory"] for answer in answers) / MIB
+        self.extra.samples.setdefault(name, {})["memory"] = [self.checked[key]]
+
+    def compare(self, name: str, answers: Answers) -> None:
         times = self.options.get("times", {}).get(self.case["order"], 1)
-        wanted = (self.size["count"] * times, self.data.digest * times)
-        if (samples, digest) != wanted:
-            self.extra.failed_checks.append(
-                f"{name}: {samples} records of {wanted[0]}, sum of checksums "
-                f"{'differs' if digest != wanted[1] else 'is equal'}"
-            )
-        peak = max(answer["memory"] for answer in answers) / MIB
-        self.extra.samples.setdefault(name, {})["memory"] = [peak]
+        self.extra.failed_checks += wrong_records(
+            name, answers, count=self.size["count"] * times, digest=self.data.digest * times
+        )
 
     def measure(self, contender: str) -> dict[str, float]:
         if contender not in self.names:
             return {}
         answers = self.turn(contender, cache=self.case["cache"])
-        return {} if answers is None else metrics(answers, self.size["nbytes"], self.size["count"])
+        return {} if answers is None else self.metrics(answers)
+
+    def metrics(self, answers: Answers) -> dict[str, float]:
+        return read_metrics(answers, nbytes=self.size["nbytes"], count=self.size["count"])
 
     def finish(self) -> Extra:
         return self.extra
@@ -142,23 +160,6 @@ class DataSession:
     def close(self) -> None:
         with contextlib.suppress(AttributeError):  # it may not have come that far
             self.group.close()
-
-
-def metrics(answers: Answers, nbytes: int, count: int) -> dict[str, float]:
-    """Of the whole group; it is as slow as its slowest rank."""
-    samples = sum(answer["samples"] for answer in answers)
-    seconds = max(answer["seconds"] for answer in answers)
-    found = {
-        "rate": samples / seconds / 1e3,
-        "bytes": samples * nbytes / seconds / 1e6,
-        "cpu": answers[0]["cpu"] / (samples * nbytes / 1e9),
-        "first": max(answer["first"] for answer in answers) * 1e3,
-        "part": 100 * samples / count,
-    }
-    facts = [answer["facts"] for answer in answers if answer["facts"]]
-    if facts:
-        found |= {name: sum(fact[name] for fact in facts) for name in facts[0]}
-    return found
 
 
 def read_ahead(folder: Path) -> str:

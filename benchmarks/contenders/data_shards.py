@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from .data_lmdb import THREADS, Records, as_is, as_tensor, sampler_of
-from .data_reading import Reading, Task, Tensors
+from .data_lmdb import THREADS, Records, as_is, sampler_of
+from .data_reading import Reading, Task
 
 BUFFER = 1000
 """Records among which webdataset shuffles: what its documentation shows."""
@@ -20,7 +20,6 @@ class Webdataset(Reading):
     """Tar shards, divided among ranks; shuffled by shards, and in a buffer."""
 
     format = "tar"
-    workers = 0
 
     def batches(self) -> Iterator[Any]:
         import webdataset as wds
@@ -30,26 +29,18 @@ class Webdataset(Reading):
         shards = wds.WebDataset(
             task.shards,
             nodesplitter=wds.split_by_node,
-            workersplitter=wds.split_by_worker,
             shardshuffle=len(task.shards) if task.shuffles else False,
             empty_check=False,
             seed=task.epoch,
         )
         if task.shuffles:
             shards = shards.shuffle(BUFFER)
-        batches = shards.map(take).batched(task.part, collation_fn=self.collate)
-        yield from wds.WebLoader(batches, batch_size=None, num_workers=self.workers)
-
-    collate = staticmethod(as_is)
+        batches = shards.map(take).batched(task.part, collation_fn=None)
+        yield from wds.WebLoader(batches, batch_size=None, num_workers=0)
 
 
 def take(sample: dict[str, Any]) -> bytes:
     return sample["bin"]
-
-
-class WebdatasetWorkers(Tensors, Webdataset):
-    workers = 2
-    collate = staticmethod(as_tensor)
 
 
 class SpdlTar(Reading):
@@ -114,8 +105,6 @@ class Litdata(Reading):
     """Chunks, read where they are; shuffled by chunks, and inside of each."""
 
     format = "litdata"
-    workers = 0
-    collate = staticmethod(as_is)
 
     def batches(self) -> Iterator[Any]:
         from litdata import StreamingDataLoader, StreamingDataset
@@ -125,13 +114,8 @@ class Litdata(Reading):
             str(task.folder / "litdata"), shuffle=task.shuffles, drop_last=False, seed=task.epoch
         )
         yield from StreamingDataLoader(
-            records, batch_size=task.part, num_workers=self.workers, collate_fn=self.collate
+            records, batch_size=task.part, num_workers=0, collate_fn=as_is
         )
-
-
-class LitdataWorkers(Tensors, Litdata):
-    workers = 2
-    collate = staticmethod(as_tensor)
 
 
 class Grain(Reading):
@@ -162,9 +146,7 @@ class Grain(Reading):
 
 READINGS = {
     "webdataset": Webdataset,
-    "webdataset 2 workers": WebdatasetWorkers,
     "spdl": spdl,
     "litdata": Litdata,
-    "litdata 2 workers": LitdataWorkers,
     "grain": Grain,
 }
