@@ -22,6 +22,8 @@ import numpy as np
 SHARDS = 16
 """A multiple of ranks times workers, so that peers which divide shards get equal shares."""
 PIECE = 1000
+TINY, TINY_COUNT = "tiny", 64
+"""A few records beside the others, to warm up with."""
 
 
 def key_of(record: int) -> bytes:
@@ -98,14 +100,19 @@ WRITERS: dict[str, Callable[[Path, int, int], None]] = {
 }
 
 
+def write(name: str, folder: Path, count: int, nbytes: int) -> None:
+    (folder / name).mkdir(parents=True)
+    WRITERS[name](folder / name, count, nbytes)
+
+
 def main() -> None:
     folder, count, nbytes = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     failed: dict[str, str] = {}
     for name in sys.argv[4:]:
-        (folder / name).mkdir(parents=True)
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                WRITERS[name](folder / name, count, nbytes)
+                write(name, folder, count, nbytes)
+                write(name, folder / TINY, TINY_COUNT, nbytes)
         except Exception as error:  # a peer's; the others go on
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     print(json.dumps({"failed": failed, "digest": digest_of(records_of(count, nbytes))}))

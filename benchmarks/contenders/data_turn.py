@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,21 @@ from core.processes import group_cpu_seconds
 from core.rank import Context
 
 from . import data_cold
-from .data_formats import digest_of
+from .data_formats import TINY, TINY_COUNT, digest_of
 from .data_memory import Peak
 from .data_reading import Reading, Task
 
 CONTENDERS: dict[str, Any] = {}
-GROUPS = ("data_ours", "data_lmdb", "data_shards", "data_limits")
 GRACE = 20.0
+LOOK = 0.02
 COLD, WARM = 0.01, 0.99
-Readings = Mapping[str, Callable[[Task], Reading]]
+Make = Callable[[Task], Reading]
+Readings = Mapping[str, Make]
 
 
 def prepare(context: Context) -> Readings:
     """Imports now what turns need, so that no turn does."""
-    found: dict[str, Callable[[Task], Reading]] = {}
+    found: dict[str, Make] = {}
     for group in context.options["modules"]:
         found |= importlib.import_module(f"contenders.{group}").READINGS
     for package in context.options["packages"]:
@@ -69,17 +71,20 @@ def turn(
         epoch=epoch,
         address=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
     )
-    reading = readings[contender](task)
-    wrong = set_cache(task.folder / reading.format, cache) if context.rank == 0 else None
-    child = Child(reading, seconds=seconds, check=check)
+    make = readings[contender]
+    child = Child(make, task, seconds=seconds, check=check, timeout=options["timeout"])
+    child.await_start()
+    leads = context.rank == 0
+    wrong = set_cache(task.folder / make(task).format, cache) if leads else None
     context.barrier()
-    cpu = group_cpu_seconds()
-    answer = child.run(options["timeout"])
+    cpu = group_cpu_seconds() if leads else 0.0
+    context.barrier()
+    answer = child.run()
     left = child.end()
     context.barrier()
     if wrong:
         return {"error": wrong}
-    return {**answer, "left": left, "cpu": group_cpu_seconds() - cpu}
+    return {**answer, "left": left, "cpu": group_cpu_seconds() - cpu if leads else 0.0}
 
 
 def set_cache(folder: Path, cache: str) -> str | None:
@@ -112,39 +117,48 @@ def read(reading: Reading, seconds: float, check: bool) -> dict[str, Any]:
 class Child:
     """A turn's process, and the rank's ends of its pipes."""
 
-    def __init__(self, reading: Reading, *, seconds: float, check: bool) -> None:
+    def __init__(
+        self, make: Make, task: Task, *, seconds: float, check: bool, timeout: float
+    ) -> None:
         gc.collect()
         gc.freeze()  # or the child's collector would copy what it inherits
         go_read, self.go = os.pipe()
         self.answer, answer_write = os.pipe()
-        self.watch = check
+        self.watch, self.timeout = check, timeout
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self.go)
             os.close(self.answer)
             os.setpgid(0, 0)
-            work(reading, seconds, check, go_read, answer_write)
+            work(make, task, seconds, check, go_read, answer_write)
         with contextlib.suppress(OSError):  # both sides set it, so that neither has to wait
             os.setpgid(self.pid, self.pid)
         os.close(go_read)
         os.close(answer_write)
 
-    def run(self, timeout: float) -> dict[str, Any]:
+    def await_start(self) -> None:
+        self.hear(lambda: None)
+
+    def run(self) -> dict[str, Any]:
         peak = Peak(self.pid) if self.watch else None
-        os.write(self.go, b"g")
-        said, deadline = b"", time.monotonic() + timeout
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and hearing it will tell
+            os.write(self.go, b"g")
+        answer = self.hear(lambda: None if peak is None else peak.look())
+        return answer if peak is None else {**answer, "memory": peak.grown}
+
+    def hear(self, meanwhile: Callable[[], None]) -> dict[str, Any]:
+        said, deadline = b"", time.monotonic() + self.timeout
         while not said.endswith(b"\n"):
-            if select.select([self.answer], [], [], 0.02)[0]:
+            if select.select([self.answer], [], [], LOOK)[0]:
                 piece = os.read(self.answer, 1 << 16)
                 if not piece:
                     return {"error": "the process of the turn ended"}
                 said += piece
             elif time.monotonic() > deadline:
-                return {"error": f"no answer in {timeout:.0f} s"}
-            if peak is not None:
-                peak.look()
+                return {"error": f"no answer in {self.timeout:.0f} s"}
+            meanwhile()
         answer: dict[str, Any] = json.loads(said)
-        return answer if peak is None else {**answer, "memory": peak.grown}
+        return answer
 
     def end(self) -> bool:
         """Whether something had to be ended."""
@@ -165,13 +179,25 @@ class Child:
         return left
 
 
-def work(reading: Reading, seconds: float, check: bool, go: int, answer: int) -> None:
+def work(make: Make, task: Task, seconds: float, check: bool, go: int, answer: int) -> None:
     """The child; it does not return."""
+
+    def say(what: dict[str, Any]) -> None:
+        os.write(answer, json.dumps(what).encode() + b"\n")
+
     try:
+        warm_up(make, task)
+        say({})
         os.read(go, 1)
-        found = read(reading, seconds, check)
+        found = read(make(task), seconds, check)
     except BaseException as error:  # whatever a peer raises
         found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    os.write(answer, json.dumps(found).encode() + b"\n")
+    say(found)
     sys.stderr.flush()
     os._exit(0)
+
+
+def warm_up(make: Make, task: Task) -> None:
+    """Reads a few other records: what a library imports and sets up once is not in the time."""
+    read(make(replace(task, folder=task.folder / TINY, count=TINY_COUNT)), 60, False)
+    gc.collect()
