@@ -137,9 +137,11 @@ class Child:
         os.close(answer_write)
 
     def await_start(self) -> None:
-        self.hear(lambda: None)
+        self.early = self.hear(lambda: None)
 
     def run(self) -> dict[str, Any]:
+        if self.early:  # it failed before it began
+            return self.early
         peak = Peak(self.pid) if self.watch else None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and hearing it will tell
             os.write(self.go, b"g")
