@@ -23,21 +23,24 @@ def read_metrics(answers: Answers, *, nbytes: int, count: int) -> dict[str, floa
 
 
 def policy_metrics(answers: Answers) -> dict[str, float]:
-    """What our own reader counted, over all ranks."""
+    """What our own reader counted, over all ranks; what only some policies have is else left out."""
     facts = [answer["facts"] for answer in answers]
     if not all(facts):
         return {}
     total = {name: sum(fact[name] for fact in facts) for name in facts[0]}
     seconds = sum(answer["seconds"] for answer in answers)
     pages = max(total["useful"] / PAGE, 1)
-    return {
-        "read": total["read"] / max(total["useful"], 1),
-        "request": total["read"] / max(total["requests"], 1) / 1024,
-        "wait": 100 * total["wait"] / seconds,
+    some = {
         "stagger": 100 * total["stagger"] / seconds,
         "missed": 100 * total["missed"] / pages,
         "redundant": 100 * total["redundant"] / pages,
         "score": facts[0]["score"],
+    }
+    return {
+        "read": total["read"] / max(total["useful"], 1),
+        "request": total["read"] / max(total["requests"], 1) / 1024,
+        "wait": 100 * total["wait"] / seconds,
+        **{name: value for name, value in some.items() if value},
     }
 
 
