@@ -23,7 +23,7 @@ def read_metrics(answers: Answers, *, nbytes: int, count: int) -> dict[str, floa
 
 
 def policy_metrics(answers: Answers) -> dict[str, float]:
-    """What our own reader counted, over all ranks; what only some policies have is else left out."""
+    """What our own reader counted, over all ranks; zeros that only some policies could have go."""
     facts = [answer["facts"] for answer in answers]
     if not all(facts):
         return {}
