@@ -13,7 +13,7 @@ FORMAT_OF = {
 """All others read the LMDB file."""
 OURS = ("sapwood", "sapwood ring", "auto", "lmdb", "lmm", "lmm-dm", "dio", "prov", "coal", "stag")
 UNCHECKED = ("raw disk", "page cache")
-STEADY = ("py-lmdb no readahead", "py-lmdb 2 workers no readahead", "webdataset")
+STEADY = ("py-lmdb no readahead", "py-lmdb 2 workers no readahead")
 """They do not get faster while the page cache fills, so that short turns say as much."""
 SHARDS = tuple(FORMAT_OF)
 PACKAGES = {
