@@ -17,3 +17,6 @@ def library() -> None:
 
 class TestMpi(Suite):
     opener = staticmethod(open_mpi)
+    # MPICH ends a process whose peer dies while it reads that one's memory. Donors, which do not
+    # read, are safe from their clones; a clone may die with its donor.
+    test_a_killed_donor_is_told_soon = None  # type: ignore[assignment]
