@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,24 @@ class Index:
     def page_size(self) -> int:
         """Bytes of a page."""
         return self.fingerprint.page_size
+
+    @cached_property
+    def width(self) -> int | None:
+        """The length of every value, if all have the same."""
+        if not len(self) or self.lengths.min() != self.lengths.max():
+            return None
+        return int(self.lengths[0])
+
+    def lengths_of(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The lengths of some values."""
+        if self.width is not None:
+            return np.full(len(records), self.width)
+        return self.lengths[records].astype(np.int64)
+
+    def take(self, records: NDArray[np.int64]) -> Index:
+        """The places of some records, in this order."""
+        names = ("offsets", "lengths", "key_offsets", "key_lengths")
+        return replace(self, **{name: getattr(self, name)[records] for name in names})
 
     @property
     def overflow(self) -> NDArray[np.bool_]:

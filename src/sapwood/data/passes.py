@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from sapwood.data.batch import Batch, KeyPlaces
 from sapwood.data.engines import Engine, EngineSettings, Job, choose
+from sapwood.data.engines.spare import Spare
 from sapwood.data.index import Index
 from sapwood.data.node import Node, Shared
 from sapwood.data.order import Chunks, Order
@@ -58,14 +59,14 @@ class Plan:
 class Pass:
     """An iterator over batches, and the position after the last one it gave."""
 
-    def __init__(self, plan: Plan, position: Position, recorder: Recorder) -> None:
+    def __init__(self, plan: Plan, position: Position, recorder: Recorder, spare: Spare) -> None:
         """Open the database; reading begins with the first batch.
 
         Raises:
             DataError: the database cannot be read, or was changed.
         """
         self.position = position
-        self._plan, self._recorder = plan, recorder
+        self._plan, self._recorder, self._spare = plan, recorder, spare
         self._schedule = Schedule(
             order=plan.order, world=plan.world, worker=plan.worker, workers=plan.workers
         )
@@ -102,6 +103,7 @@ class Pass:
             chunks=plan.chunks,
             settings=plan.settings,
             recorder=self._recorder,
+            spare=self._spare,
         )
         while until is None or self.position.epoch < until:
             engine, stop = self._engine(job)
@@ -170,12 +172,7 @@ class Pass:
             epoch=epoch,
             number=number,
             index=records,
-            lengths=index.lengths[records].astype(np.int64),
+            lengths=index.lengths_of(records),
             data=data,
-            places=KeyPlaces(
-                file=index.file,
-                fingerprint=index.fingerprint,
-                offsets=index.key_offsets[records],
-                lengths=index.key_lengths[records],
-            ),
+            places=KeyPlaces(index, records),
         )

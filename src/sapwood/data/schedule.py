@@ -15,8 +15,9 @@ from sapwood.data.position import Position
 __all__ = ["Asked", "Schedule"]
 
 Ints = NDArray[np.int64]
-_BLOCK = 16
-"""So many batches are drawn at once: the cost of drawing is by call, hardly by record."""
+_BLOCK = 2**14
+"""About so many records are drawn at once: the cost of drawing is by call, hardly by record."""
+_MOST = 64
 
 
 class Asked(NamedTuple):
@@ -41,8 +42,9 @@ class Schedule:
     ) -> Iterator[Asked]:
         """Batches from a position up to an epoch, with the parts of these ranks."""
         order, epoch, first = self.order, position.epoch, position.batch
+        block = min(max(_BLOCK // order.spec.batch, 1), _MOST) * self.workers
         while stop is None or epoch < stop:
-            last = min(first + _BLOCK * self.workers, order.batches)
+            last = min(first + block, order.batches)
             numbers = self._mine(epoch, first, last, position.origin or 0)
             parts = [order.parts(epoch, numbers, rank=one, world=self.world) for one in ranks]
             for number, some in zip(numbers, zip(*parts, strict=True), strict=True):

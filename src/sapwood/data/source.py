@@ -56,10 +56,10 @@ class Source:
             )
         self.size = now.size
 
-    def _read_metas(self) -> tuple[bytes, bytes, int]:
-        first = os.pread(self.fd, META_BYTES, 0)
-        second = os.pread(self.fd, META_BYTES, self._page_size)
-        return first, second, os.fstat(self.fd).st_size
+    def _read_metas(self) -> tuple[bytes, int]:
+        """Both meta pages, which follow each other, and how long the file is."""
+        metas = os.pread(self.fd, self._page_size + META_BYTES, 0)
+        return metas, os.fstat(self.fd).st_size
 
     def check(self) -> None:
         """Raise if somebody has written since the file was opened.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.data.engines.spare import Spare
 from sapwood.data.index import Index
 from sapwood.data.order.chunks import Chunks
 from sapwood.data.source import ALIGN, Source
@@ -57,10 +58,11 @@ class Job:
     chunks: Chunks
     settings: EngineSettings
     recorder: Recorder
+    spare: Spare = field(default_factory=Spare)
 
     def places(self, records: Ints) -> tuple[Ints, Ints]:
         """Offsets and lengths of records."""
-        return self.index.offsets[records], self.index.lengths[records].astype(np.int64)
+        return self.index.offsets[records], self.index.lengths_of(records)
 
 
 class Engine(Protocol):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sapwood.data.engines.base import Bytes, Ints, Job
 from sapwood.data.engines.pool import Pool, Read
@@ -40,8 +41,8 @@ class _Turn:
     """No other turn of the batch follows."""
     long: bool = False
     """Their chunks are too long for a buffer; they are read one by one."""
-    reads: list[Future[Read]] = field(default_factory=list)
-    admitted: Future[Read] | None = None
+    upto: int = 0
+    """The reads below this number must be done before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,9 @@ class _Planned:
 class Chunked:
     """Plan some batches ahead, have threads read the chunks they need, and gather from those.
 
-    All planning is done on the thread that asks for batches, whenever it does; the other threads
-    only read. So there are no locks, and what is in flight goes on while a batch is trained on.
+    All planning is done on the thread that asks for batches, whenever it does, for several batches
+    at once; the other threads only read. So there are no locks, and what is in flight goes on while
+    a batch is trained on.
     """
 
     name = "chunked"
@@ -92,19 +94,18 @@ class _Run:
     def __init__(self, job: Job, home: Home, wanted: Iterator[Ints], gate: Gate | None) -> None:
         self._job, self._home, self._wanted, self._gate = job, home, wanted, gate
         # With a gate there is one thread, so that what is read lies between entering and leaving.
-        self._pool = Pool(job.settings.threads if gate is None else 1, job.settings.timeout)
+        threads = job.settings.threads if gate is None else 1
+        self._pool = Pool(threads, job.settings.timeout, self._note)
+        self._step = max(job.settings.ahead // 2, 1)
         self._batches: deque[_Planned] = deque()
         self._waiting: deque[_Turn] = deque()
         """Turns without room yet."""
         self._ready: deque[_Turn] = deque()
         self._planned = self._begun = self._done = 0
-        self._reading: dict[int, Future[Read]] = {}
-        """Reads of chunks that nobody has waited for yet."""
 
     def close(self) -> None:
-        for read in self._reading.values():
-            read.cancel()
-        self._pool.close()
+        if self._pool.close():
+            self._home.close()
         if self._gate is not None:
             self._gate.leave()
 
@@ -126,97 +127,101 @@ class _Run:
 
     def _advance(self) -> None:
         """Plan batches, and begin the reads there is room for."""
-        limit = self._job.settings.ahead
+        limit = self._job.settings.ahead - self._step
         while True:
             while self._waiting and self._begin(self._waiting[0]):
                 self._ready.append(self._waiting.popleft())
-            if self._waiting or len(self._batches) >= limit:
+            if self._waiting or len(self._batches) > limit or not self._plan():
                 return
-            records = next(self._wanted, None)
-            if records is None:
-                return
-            self._plan(records)
 
-    def _plan(self, records: Ints) -> None:
-        offsets, lengths = self._job.places(records)
-        chunks = self._job.chunks.holding(offsets)
-        needed = np.unique(chunks)
+    def _plan(self) -> bool:
+        """Plan some batches at once, which costs hardly more than one; False if there are none."""
+        group = list(islice(self._wanted, self._step))
+        if not group:
+            return False
+        job, sizes = self._job, [len(one) for one in group]
+        offsets, lengths = job.places(np.concatenate(group))
+        chunks = job.chunks.holding(offsets)
+        every = max(len(job.chunks), 1)
+        marks = np.unique(np.repeat(np.arange(len(group)) * every, sizes) + chunks)
+        bounds = np.searchsorted(marks, np.arange(len(group) + 1) * every).tolist()
+        needed, low = marks % every, 0
         fits = self._home.fits(needed)
-        batch = _Turn(
-            batch=self._planned,
-            rows=None,
-            chunks=chunks,
-            needed=needed,
-            offsets=offsets,
-            lengths=lengths,
-        )
-        if fits.all() and len(needed) <= self._home.most:
-            turns = [batch]
-        else:
-            count = -(-int(fits.sum()) // self._home.most)
-            groups = np.array_split(needed[fits], count) if count else []
-            turns = [_only(batch, one) for one in groups]
-            if not fits.all():
-                turns.append(replace(_only(batch, needed[~fits]), long=True))
-            turns[-1] = replace(turns[-1], last=True)
-        self._planned += 1
-        self._waiting.extend(turns)
-        self._batches.append(_Planned(lengths=lengths, turns=len(turns)))
+        for number, size in enumerate(sizes):
+            mine, rows = slice(bounds[number], bounds[number + 1]), slice(low, low + size)
+            low += size
+            batch = _Turn(
+                batch=self._planned,
+                rows=None,
+                chunks=chunks[rows],
+                needed=needed[mine],
+                offsets=offsets[rows],
+                lengths=lengths[rows],
+            )
+            turns = self._turns(batch, None if fits is None else fits[mine])
+            self._planned += 1
+            self._waiting.extend(turns)
+            self._batches.append(_Planned(lengths=batch.lengths, turns=len(turns)))
+        return True
+
+    def _turns(self, batch: _Turn, fits: NDArray[np.bool_] | None) -> list[_Turn]:
+        """A batch in as many parts as there must be for each to find room."""
+        needed, most = batch.needed, self._home.most
+        if len(needed) <= most and (fits is None or fits.all()):
+            return [batch]
+        long = needed[:0] if fits is None else needed[~fits]
+        short = needed if fits is None else needed[fits]
+        count = -(-len(short) // most)
+        turns = [_only(batch, one) for one in np.array_split(short, count)] if count else []
+        if len(long):
+            turns.append(replace(_only(batch, long), long=True))
+        turns[-1] = replace(turns[-1], last=True)
+        return turns
 
     def _begin(self, turn: _Turn) -> bool:
         """Begin the reads of a turn; False if it has to wait for room."""
-        nbytes = 0
+        missing: list[int] = []
         if not turn.long:
-            missing = self._home.reserve(turn.needed, self._begun, self._done)
-            if missing is None:
+            found = self._home.reserve(turn.needed, self._begun, self._done)
+            if found is None:
                 return False
-            nbytes += len(missing) * self._job.chunks.nbytes
-            if self._gate is not None and len(missing):
-                turn.admitted = self._pool.submit(partial(self._admit, turn.batch))
-            for chunk in missing.tolist():
-                self._reading[chunk] = self._pool.submit(partial(self._home.fill, chunk))
-            if self._reading:
-                turn.reads = [
-                    self._reading[one] for one in turn.needed.tolist() if one in self._reading
-                ]
+            missing = found
+        if self._gate is not None and missing:
+            self._pool.submit(partial(self._admit, self._gate, turn.batch))
+        for chunk in missing:
+            self._pool.submit(partial(self._home.fill, chunk))
+        turn.upto = self._pool.asked
         if self._gate is not None and turn.last:
-            self._pool.submit(partial(self._release, turn.batch, nbytes))
+            nbytes = len(missing) * self._job.chunks.nbytes
+            self._pool.submit(partial(self._release, self._gate, turn.batch, nbytes))
         self._begun += 1
         return True
 
-    def _admit(self, batch: int) -> tuple[int, int]:
-        assert self._gate is not None
-        self._gate.admit(batch)
+    def _admit(self, gate: Gate, batch: int) -> tuple[int, int]:
+        start = perf_counter_ns()
+        gate.admit(batch)
+        # This thread alone counts it.
+        self._job.recorder.stats.stagger_seconds += (perf_counter_ns() - start) / 1e9
         return 0, 0
 
-    def _release(self, batch: int, nbytes: int) -> tuple[int, int]:
-        assert self._gate is not None
-        self._gate.release(batch, nbytes)
+    def _release(self, gate: Gate, batch: int, nbytes: int) -> tuple[int, int]:
+        gate.release(batch, nbytes)
         return 0, 0
+
+    def _note(self, read: Read) -> None:
+        if read.requests:
+            self._job.recorder.request(read.nbytes, read.start_ns, read.end_ns, read.requests)
 
     def _await(self, turn: _Turn) -> None:
-        recorder = self._job.recorder
-        if turn.admitted is not None:
-            admitted = self._pool.wait(turn.admitted)
-            waited = admitted.end_ns - admitted.start_ns
-            recorder.stats.stagger_seconds += waited / 1e9
-        if not all(one.done() for one in turn.reads):
-            with recorder.waiting():
-                for one in turn.reads:
-                    self._pool.wait(one)
-        if not turn.reads:
-            return
-        for chunk in turn.needed.tolist():
-            read = self._reading.pop(chunk, None)
-            if read is not None:
-                done = self._pool.wait(read)
-                recorder.request(done.nbytes, done.start_ns, done.end_ns, done.requests)
+        if self._pool.done < turn.upto:
+            with self._job.recorder.waiting():
+                self._pool.wait(turn.upto)
 
     def _whole(self, turn: _Turn) -> Bytes:
         self._await(turn)
         start = perf_counter_ns()
         memory, places = self._home.locate(turn.chunks, turn.offsets)
-        data = gather_records(memory, places, turn.lengths)
+        data = gather_records(memory, places, turn.lengths, self._job.index.width)
         self._finish(start)
         return data
 
