@@ -14,6 +14,7 @@ from sapwood.data.pagefile import Fingerprint
 from sapwood.data.provenance import Provenance
 from sapwood.data.settings import Reuse
 from sapwood.data.sidecar import index_file, load_index, open_index, save_index
+from sapwood.data.skew import skew_of
 from sapwood.data.stats import ReadStats
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "load_index",
     "open_index",
     "save_index",
+    "skew_of",
 ]
 
 _NEEDS_TORCH = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,7 @@ class Index:
     def lengths_of(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
         """The lengths of some values."""
         if self.width is not None:
-            return np.full(len(records), self.width)
+            return _constant(self.width, len(records).bit_length())[: len(records)]
         return self.lengths[records].astype(np.int64)
 
     def take(self, records: NDArray[np.int64]) -> Index:
@@ -74,6 +74,14 @@ class Index:
             return np.zeros(len(self), np.bool_)
         found: NDArray[np.bool_] = self.offsets % self.page_size == HEADER
         return found
+
+
+@lru_cache(maxsize=64)
+def _constant(value: int, bits: int) -> NDArray[np.int64]:
+    """Many times the same number; it is asked for again with every batch."""
+    found = np.full(1 << bits, value, np.int64)
+    found.flags.writeable = False
+    return found
 
 
 def build_index(

@@ -64,7 +64,7 @@ class LmdbReader(IterableDataset[Any]):
         reuse: Reuse | None = None,
         chunk: int | None = None,
         memory: int | None = None,
-        threads: int = 2,
+        threads: int = 4,
         timeout: float = 120.0,
         rank: int | None = None,
         world: int | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,12 @@ class Schedule:
             for number, some in zip(numbers, zip(*parts, strict=True), strict=True):
                 yield Asked(epoch, number, list(some))
             epoch, first = (epoch, last) if last < order.batches else (epoch + 1, 0)
+
+    def later(self, position: Position, batches: int) -> Position:
+        """The position after so many batches of this worker."""
+        done = position.epoch * self.order.batches + position.batch + batches * self.workers
+        epoch, batch = divmod(done, self.order.batches)
+        return replace(position, epoch=epoch, batch=batch)
 
     def _mine(self, epoch: int, first: int, last: int, origin: int) -> list[int]:
         # A DataLoader asks its workers in turn, beginning with the first one.

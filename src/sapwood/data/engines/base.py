@@ -29,7 +29,7 @@ class EngineSettings:
 
     memory: int = 128 * MIB
     """Bytes of the ring that chunks are read into; with the batches given out that is all."""
-    threads: int = 2
+    threads: int = 4
     """How many reads are in flight at the same time."""
     ahead: int = 32
     """How many batches are planned ahead, at most; the ring may end it before."""
@@ -58,6 +58,8 @@ class Job:
     chunks: Chunks
     settings: EngineSettings
     recorder: Recorder
+    uses: int = 1
+    """How often each record is used in an epoch."""
     spare: Spare = field(default_factory=Spare)
 
     def places(self, records: Ints) -> tuple[Ints, Ints]:

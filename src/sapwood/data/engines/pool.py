@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from sapwood.runtime.worker import Worker
 
 __all__ = ["Pool", "Read"]
 
+_PATIENCE = 5.0
 Act = Callable[[], tuple[int, int]]
 
 
@@ -74,7 +76,8 @@ class Pool:
         self._closing = True
         for _ in self._workers:
             self._jobs.put(None)
-        ended = [worker.close() for worker in self._workers]
+        deadline = time.monotonic() + _PATIENCE
+        ended = [worker.close(max(deadline - time.monotonic(), 0)) for worker in self._workers]
         return all(ended)
 
     def _next(self) -> tuple[int, Read | BaseException]:

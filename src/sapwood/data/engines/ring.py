@@ -14,6 +14,7 @@ from sapwood.data.source import ALIGN
 __all__ = ["Cache", "Home", "Ring"]
 
 _EMPTY = -1
+_NEEDED = 2**62
 
 
 class Home(Protocol):
@@ -26,9 +27,10 @@ class Home(Protocol):
         """Which chunks are not too long for it; None if all are not."""
         ...
 
-    def reserve(self, chunks: Ints, turn: int, done: int) -> list[int] | None:
+    def reserve(self, chunks: Ints, ends: Ints, turn: int, done: int) -> list[int] | None:
         """Make room for the chunks of a turn; turns below ``done`` need theirs no more.
 
+        ``ends`` are those that are not needed after it.
         Gives those that must be read now, or None if there is no room before another turn is done.
         """
         ...
@@ -69,6 +71,9 @@ class Ring:
         self._holds = np.full(self.most, _EMPTY)
         self._until = np.full(self.most, -1)
         """The last turn that needs each buffer."""
+        self._worth = np.zeros(self.most, np.int64)
+        """What was needed lately is worth the most, and what has ended nothing, not even as much as
+        a buffer that was never used: memory costs the most when it is first touched."""
 
     def fits(self, chunks: Ints) -> NDArray[np.bool_] | None:
         """Which chunks are not too long for a buffer."""
@@ -77,27 +82,34 @@ class Ring:
         found: NDArray[np.bool_] = self._high[chunks] - self._low[chunks] <= self._width
         return found
 
-    def reserve(self, chunks: Ints, turn: int, done: int) -> list[int] | None:
+    def reserve(self, chunks: Ints, ends: Ints, turn: int, done: int) -> list[int] | None:
         """Keep what is there, and replace what nobody planned to use."""
         room = self._room[chunks]
         there = room != _EMPTY
-        if there.all():
-            self._until[room] = turn
-            return []
-        missing, kept = chunks[~there], room[there]
-        before = self._until[kept]
-        self._until[kept] = turn
-        free = np.flatnonzero(self._until < done)
-        if len(free) < len(missing):
-            self._until[kept] = before
+        missing: list[int] = []
+        if not there.all():
+            new, kept = chunks[~there], room[there]
+            chosen = self._free(len(new), kept, done)
+            if chosen is None:
+                return None
+            old = self._holds[chosen]
+            self._room[old[old != _EMPTY]] = _EMPTY
+            self._holds[chosen] = new
+            self._room[new] = chosen
+            missing, room = [int(one) for one in new], self._room[chunks]
+        self._until[room] = turn
+        self._worth[room] = turn + 1
+        self._worth[self._room[ends]] = -1
+        return missing
+
+    def _free(self, count: int, kept: Ints, done: int) -> Ints | None:
+        """The least worthy buffers that no turn needs, if there are so many."""
+        worth = np.where(self._until < done, self._worth, _NEEDED)
+        worth[kept] = _NEEDED
+        chosen: Ints = np.argpartition(worth, min(count, self.most - 1))[:count]
+        if len(chosen) < count or worth[chosen].max() == _NEEDED:
             return None
-        chosen = free[np.argsort(self._until[free], kind="stable")[: len(missing)]]
-        old = self._holds[chosen]
-        self._room[old[old != _EMPTY]] = _EMPTY
-        self._holds[chosen] = missing
-        self._room[missing] = chosen
-        self._until[chosen] = turn
-        return missing.tolist()
+        return chosen
 
     def fill(self, chunk: int) -> tuple[int, int]:
         """Read a chunk with one request."""
@@ -131,11 +143,11 @@ class Cache:
         """All do."""
         return None
 
-    def reserve(self, chunks: Ints, turn: int, done: int) -> list[int] | None:
+    def reserve(self, chunks: Ints, ends: Ints, turn: int, done: int) -> list[int] | None:
         """Those not read yet must be read; there is always room."""
         missing = chunks[~self._warm[chunks]]
         self._warm[missing] = True
-        return missing.tolist()
+        return [int(one) for one in missing]
 
     def fill(self, chunk: int) -> tuple[int, int]:
         """Have the system read a chunk, and wait until it has."""
