@@ -74,7 +74,7 @@ class Pass:
         self._asked: deque[Asked] = deque()
         self._last = 0, 0
         self._pid = os.getpid()
-        self._source = Source(plan.index)
+        self._source = Source(plan.index, spare.maps)
         self._batches = self._read()
 
     def __iter__(self) -> Pass:

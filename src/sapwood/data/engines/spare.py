@@ -1,9 +1,11 @@
-"""Memory that is kept from one ring to the next."""
+"""Memory that is kept from one pass to the next."""
 
 from __future__ import annotations
 
 import mmap
 from contextlib import suppress
+
+from sapwood.data.source import FileMap
 
 __all__ = ["Spare"]
 
@@ -13,7 +15,7 @@ child gets empty ones instead."""
 
 
 class Spare:
-    """What a ring that has ended leaves to the next one of the same reader.
+    """What a pass that has ended leaves to the next one of the same reader.
 
     Memory costs the most when it is touched for the first time: more than to read into it from a
     fast disk, on a virtual machine several times as much.
@@ -21,6 +23,7 @@ class Spare:
 
     def __init__(self) -> None:
         """There is none yet."""
+        self.maps = FileMap()
         self._kept: list[mmap.mmap] = []
 
     def take(self, nbytes: int) -> mmap.mmap:
@@ -42,3 +45,4 @@ class Spare:
     def drop(self) -> None:
         """Give all of it back to the system."""
         self._kept = []
+        self.maps.drop()
