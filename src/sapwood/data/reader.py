@@ -89,8 +89,9 @@ class LmdbReader(IterableDataset[Any]):
                 an empty part.
             decode: Turns a batch into what the training uses.
             policy: How records are read; ``auto`` is the fastest way for this machine.
-            share: One rank of each host reads for the others there, through shared memory. All
-                must then iterate alike, and ranks be found from the launcher.
+            share: One rank of each host reads for the others there, through shared memory; if it
+                dies or leaves, the next one does. All must then iterate alike, and ranks be found
+                from the launcher.
             streams: Into how many shares a batch is divided that are read apart. As many as there
                 may be ranks, or a multiple of that, is best. It is part of the order.
             window: Bytes that are shuffled together, over all ranks. It is part of the order.
