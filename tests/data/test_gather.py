@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sapwood.data.engines.pool import Pool
+from sapwood.data.engines.pool import Pool, Read
+from sapwood.data.engines.spare import Spare
 from sapwood.data.gather import copy_records, gather_records
 from sapwood.errors import DeadlineError
 
@@ -45,25 +47,65 @@ def test_a_read_that_takes_too_long_is_an_error() -> None:
         go.wait(10)
         return 5, 1
 
-    pool = Pool(1, timeout=0.05)
+    done: list[Read] = []
+    pool = Pool(1, 0.05, done.append)
     try:
-        read = pool.submit(stuck)
+        pool.submit(stuck)
         with pytest.raises(DeadlineError, match=r"a read has taken more than 0\.05 s"):
-            pool.wait(read)
+            pool.wait(1)
         go.set()
-        assert read.result(10)[:2] == (5, 1)
+        while not done:
+            with suppress(DeadlineError):
+                pool.wait(1)
+        assert done[0][:2] == (5, 1)
     finally:
         go.set()
-        pool.close()
+        assert pool.close()
 
 
 def test_a_failed_read_is_raised_where_it_is_waited_for() -> None:
-    pool = Pool(2, timeout=10)
+    done: list[Read] = []
+    pool = Pool(2, 10, done.append)
     try:
-        failed, fine = pool.submit(lambda: 1 // 0), pool.submit(lambda: (1, 1))  # type: ignore
+        pool.submit(lambda: (3, 1))
+        pool.submit(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+        pool.submit(lambda: (1, 1))
+        pool.wait(1)
         with pytest.raises(ZeroDivisionError):
-            pool.wait(failed)
-        assert pool.wait(fine).nbytes == 1
-        assert pool.wait(pool.submit(lambda: (2, 1))).nbytes == 2
+            pool.wait(3)
+        pool.wait(3)
+        pool.submit(lambda: (2, 1))
+        pool.wait(pool.asked)
+        assert [read.nbytes for read in done] == [3, 1, 2]
     finally:
-        pool.close()
+        assert pool.close()
+
+
+def test_reads_are_told_in_the_order_of_asking() -> None:
+    """Whichever ends first; and what was asked for after the last waiting is never told."""
+    go, done = threading.Event(), list[Read]()
+    pool = Pool(3, 10, done.append)
+    try:
+        pool.submit(lambda: (go.wait(10) and 1, 1))  # type: ignore[arg-type, return-value]
+        pool.submit(lambda: (go.set() or 2, 1))  # type: ignore[func-returns-value]
+        pool.submit(lambda: (3, 1))
+        pool.wait(2)
+        assert [read.nbytes for read in done] == [1, 2]
+        assert (pool.done, pool.asked) == (2, 3)
+    finally:
+        go.set()
+        assert pool.close()
+
+
+def test_memory_is_kept_for_the_next_ring_of_the_same_size() -> None:
+    spare = Spare()
+    first = spare.take(8192)
+    first[:4] = b"used"
+    assert spare.take(8192)[:4] == bytes(4), "nobody gave it back yet"
+    spare.give(first)
+    assert spare.take(4096)[:4] == bytes(4)
+    spare.give(first)
+    assert spare.take(8192) is first
+    spare.give(first)
+    spare.drop()
+    assert spare.take(8192) is not first

@@ -67,6 +67,26 @@ def test_workers_after_some_batches_here(path: Path) -> None:
     assert rows(loader) == rows(reader(path, epochs=2))[12:]
 
 
+def test_forked_workers_and_their_parent_have_memory_of_their_own(path: Path) -> None:
+    """The ring is kept for the next pass, and a fork must not make it one of several processes."""
+    whole, parent = rows(reader(path, epochs=4)), reader(path, policy="coal", decode=None)
+    expected = [value for _, value in numbered(230, lambda n: 3000)]
+
+    def read(batches: Any) -> list[list[int]]:
+        found = list(batches)
+        for batch in found:
+            assert [bytes(one) for one in batch] == [expected[n] for n in batch.index.tolist()]
+        return [batch.index.tolist() for batch in found]
+
+    assert read(parent) == whole[:12]
+    loader = DataLoader(parent, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    begun = iter(loader)
+    first = [next(begun)]
+    assert read(parent) == whole[12:24]  # while the workers read the same epoch
+    assert read(first + list(begun)) == whole[12:24]
+    assert read(parent) == whole[24:36]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_records_by_number(path: Path, workers: int) -> None:
     expected = [value for _, value in numbered(230, lambda n: 3000)]

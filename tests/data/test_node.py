@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from sapwood.data import LmdbReader, Stagger
+from sapwood.data import LmdbReader, Stagger, skew_of
 from sapwood.errors import ConfigError, DataError, DeadlineError, PeerFailed
 from sapwood.runtime.stores import HashStore, TCPStore
 from sapwood.testing import ranks
+from sapwood.trace import open_trace
+from sapwood.trace.read import read_trace
 from tests.data.databases import numbered, plain, reference
 
 Part = list[tuple[list[int], bytes]]
@@ -70,23 +72,124 @@ def test_guessed_pages_are_counted(path: Path) -> None:
         read(str(path), policy="lmm-dm", shuffle="window")
 
 
-def wait_after_two(path: str) -> str:
-    reader = iter(LmdbReader(path, 40, share=True, epochs=None, timeout=20))
-    for number, _ in enumerate(reader):
-        if number == 1:
-            ranks.mark("two")
-            time.sleep(0.5 if ranks.rank() else 60)
-    return "ended"
+def read_slowly(path: str, stop: int, **options: Any) -> tuple[Part, float]:
+    """Read, but let the ranks below ``stop`` wait until they are killed, when they read for all."""
+    reader = LmdbReader(path, 40, seed=5, streams=4, window=500_000, share=True, **options)
+    found = []
+    for number, batch in enumerate(reader):
+        found.append((batch.index.tolist(), batch.data.tobytes()))
+        if number == 1 + 8 * ranks.rank() and ranks.rank() < stop:
+            ranks.mark("waiting")
+            time.sleep(60)
+    return found, reader.stats().bytes_read
 
 
-def test_when_the_rank_that_reads_is_killed_the_others_are_told(path: Path) -> None:
-    with ranks.start(wait_after_two, 3, str(path)) as group:
+@pytest.mark.parametrize("policy", ["auto", "coal"])
+@pytest.mark.parametrize("killed", [1, 2])
+def test_when_the_rank_that_reads_is_killed_the_next_one_reads_on(
+    path: Path, killed: int, policy: str
+) -> None:
+    """The ranks that are left get each batch they would have got."""
+    options = {"epochs": 3, "timeout": 30, "policy": policy}
+    with ranks.start(read_slowly, 4, str(path), killed, **options) as group:
+        for rank in range(killed):
+            group.wait_mark("waiting", rank=rank, timeout=30)
+            group.kill(rank, signal.SIGKILL)
+        outcomes = group.wait(timeout=60)
+    expected = reference(path)
+    alone = [
+        LmdbReader(path, 40, seed=5, streams=4, window=500_000, epochs=3, rank=rank, world=4)
+        for rank in range(4)
+    ]
+    for rank in range(killed, 4):
+        found, read_bytes = outcomes[rank].value
+        assert [index for index, _ in found] == [one.index.tolist() for one in alone[rank]]
+        for index, data in found:
+            assert data == b"".join(expected[one][1] for one in index)
+        assert (read_bytes > 0) == (rank == killed)
+
+
+def test_when_the_last_but_one_is_killed_the_last_reads_for_itself(path: Path) -> None:
+    with ranks.start(read_slowly, 2, str(path), 1, timeout=30) as group:
+        group.wait_mark("waiting", rank=0, timeout=30)
+        group.kill(0, signal.SIGKILL)
+        outcomes = group.wait(timeout=60)
+    alone = LmdbReader(path, 40, seed=5, streams=4, window=500_000, rank=1, world=2)
+    assert [index for index, _ in outcomes[1].value[0]] == [one.index.tolist() for one in alone]
+
+
+def until_error(path: str) -> str:
+    reader = LmdbReader(path, 40, share=True, epochs=None, timeout=1.0 if ranks.rank() else 20)
+    try:
+        for number, _ in enumerate(reader):
+            if number == 1:
+                ranks.mark("two")
+    except DeadlineError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_reads_and_is_stopped_is_an_error_in_time(path: Path) -> None:
+    """Whether it will ever go on cannot be known, so nobody takes its place."""
+    with ranks.start(until_error, 3, str(path)) as group:
         for rank in range(3):
             group.wait_mark("two", rank=rank, timeout=30)
+        group.kill(0, signal.SIGSTOP)
+        outcomes = group.wait(timeout=30, ranks=[1, 2])
         group.kill(0, signal.SIGKILL)
-        outcomes = group.wait(timeout=30)
-    for outcome in outcomes[1:]:
-        assert "the rank of this host that reads for the others" in str(outcome.error)
+    for outcome in outcomes:
+        assert "gave no batch in 1 s: it is stopped, or further behind" in outcome.value
+
+
+def leave_first(path: str) -> int:
+    count = 0
+    reader = LmdbReader(path, 40, share=True, timeout=20)
+    for count, _ in enumerate(reader, start=1):
+        if ranks.rank() == 0 and count == 2:
+            break
+    reader.close()
+    return count
+
+
+def test_the_rank_that_reads_may_leave_first(path: Path) -> None:
+    assert ranks.spawn(leave_first, 3, str(path)) == [2, 10, 10]
+
+
+def lag(path: str) -> float:
+    """Ranks wait for each other after each batch, as in training, and the last one is slow."""
+    from torch import distributed
+
+    reader = LmdbReader(path, 40, share=True, timeout=20)
+    for _ in reader:
+        distributed.barrier()
+        if ranks.rank() == 2:
+            time.sleep(0.02)
+    return reader.stats().skew_seconds
+
+
+def test_skew_is_the_time_others_wait_for_the_slowest(path: Path) -> None:
+    first, second, slow = ranks.spawn(lag, 3, str(path), init=True)
+    assert slow < first
+    assert slow < second
+    assert 0.02 < first < 5
+
+
+def test_skew_from_traces(path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    for rank in range(2):
+        trace = open_trace(folder / f"rank-{rank}.jsonl", rank=rank, world=2, run_id="r")
+        assert len(list(LmdbReader(path, 40, rank=rank, world=2, trace=trace))) == 10
+        trace.close()
+    found = read_trace(folder)
+    times = [[], []]
+    for one in found.records:
+        if one.name == "batch":
+            assert one.args["batch"] == len(times[one.rank])
+            times[one.rank].append(one.end - one.start)
+    slowest = [max(pair) for pair in zip(*times, strict=True)]
+    expected = {rank: (sum(slowest) - sum(times[rank])) / 1e9 for rank in range(2)}
+    assert skew_of(found) == pytest.approx(expected)
+    assert sum(skew_of(found).values()) > 0
 
 
 def leave_early(path: str) -> int:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sapwood.data.index import build_index
+from sapwood.data import sidecar
+from sapwood.data.index import Index, build_index
+from sapwood.data.pagefile import data_file
 from sapwood.data.sidecar import index_file, load_index, open_index, save_index
 from sapwood.errors import ConfigError, DataError
+from sapwood.testing import ranks
 from tests.data.databases import contents, numbered, plain, reference
 
 
@@ -118,3 +125,51 @@ def test_cache_when_the_folder_is_read_only(
 def test_policy_is_one_of_two(database: Path) -> None:
     with pytest.raises(ConfigError, match="when_stale='maybe': expected 'rebuild' or 'refuse'"):
         open_index(database, when_stale="maybe")  # type: ignore[arg-type]
+
+
+def build_slowly(path: str, seconds: float) -> tuple[int, int]:
+    """Open the index; gives how many records it has, and how many indexes this rank made."""
+    built = []
+
+    def build(*arguments: Any) -> Index:
+        built.append(arguments)
+        ranks.mark("building")
+        time.sleep(seconds if ranks.rank() == 0 or seconds < 1 else 0)
+        return build_index(*arguments)
+
+    sidecar.build_index = build
+    return len(open_index(path)), len(built)
+
+
+def test_one_of_many_processes_makes_the_index(database: Path) -> None:
+    before = set(database.parent.iterdir())
+    found = ranks.spawn(build_slowly, 4, str(database), 0.3)
+    assert {records for records, _ in found} == {len(open_index(database))}
+    assert sum(built for _, built in found) == 1
+    assert set(database.parent.iterdir()) - before == {index_file(database)}
+
+
+def test_when_the_one_that_makes_the_index_is_killed_another_does(database: Path) -> None:
+    before = set(database.parent.iterdir())
+    with ranks.start(build_first_then_others, 2, str(database)) as group:
+        group.wait_mark("building", rank=0, timeout=30)
+        group.wait_mark("next", rank=1, timeout=30)
+        group.kill(0, signal.SIGKILL)
+        outcomes = group.wait(timeout=30)
+    assert outcomes[1].value == (len(open_index(database)), 1)
+    assert set(database.parent.iterdir()) - before == {index_file(database)}
+
+
+def build_first_then_others(path: str) -> tuple[int, int]:
+    """Rank 0 has the lock and keeps it; rank 1 comes when it has."""
+    if ranks.rank() == 1:
+        with data_file(path).open("rb") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    break
+                fcntl.flock(file, fcntl.LOCK_UN)
+                time.sleep(0.01)
+        ranks.mark("next")
+    return build_slowly(path, 60)

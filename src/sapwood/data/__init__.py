@@ -14,6 +14,7 @@ from sapwood.data.pagefile import Fingerprint
 from sapwood.data.provenance import Provenance
 from sapwood.data.settings import Reuse
 from sapwood.data.sidecar import index_file, load_index, open_index, save_index
+from sapwood.data.skew import skew_of
 from sapwood.data.stats import ReadStats
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "open_index",
     "read_about",
     "save_index",
+    "skew_of",
 ]
 
 _ELSEWHERE = {

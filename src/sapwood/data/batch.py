@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.data.index import Index
-from sapwood.data.pagefile import Fingerprint, open_pages
+from sapwood.data.pagefile import open_pages
 from sapwood.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -24,24 +23,12 @@ __all__ = ["Batch", "KeyPlaces"]
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class KeyPlaces:
     """Where the keys of some records are; they are read when somebody asks for them."""
 
-    file: Path
-    fingerprint: Fingerprint
-    offsets: Ints
-    lengths: NDArray[np.uint16]
-
-    @classmethod
-    def of(cls, index: Index, records: Ints) -> KeyPlaces:
-        """Those of some records of an index."""
-        return cls(
-            file=index.file,
-            fingerprint=index.fingerprint,
-            offsets=index.key_offsets[records],
-            lengths=index.key_lengths[records],
-        )
+    index: Index
+    records: Ints
 
     def read(self) -> list[bytes]:
         """Read the keys.
@@ -49,15 +36,21 @@ class KeyPlaces:
         Raises:
             DataError: the database cannot be read, or was changed meanwhile.
         """
-        with open_pages(self.file) as pages:
-            if pages.fingerprint != self.fingerprint:
+        index, records = self.index, self.records
+        offsets, lengths = index.key_offsets[records], index.key_lengths[records]
+        with open_pages(index.file) as pages:
+            if pages.fingerprint != index.fingerprint:
                 raise DataError("the database was changed while it was read")
             found = [
                 os.pread(pages.fd, nbytes, offset)
-                for offset, nbytes in zip(self.offsets.tolist(), self.lengths.tolist(), strict=True)
+                for offset, nbytes in zip(offsets.tolist(), lengths.tolist(), strict=True)
             ]
             pages.check_unchanged()
         return found
+
+    def __reduce__(self) -> tuple[type[KeyPlaces], tuple[Index, Ints]]:
+        """A pickle holds the places of these records only."""
+        return KeyPlaces, (self.index.take(self.records), np.arange(len(self.records)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

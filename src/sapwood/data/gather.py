@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 __all__ = ["copy_records", "gather_records"]
@@ -15,10 +14,15 @@ _SHORT = 96
 """Below this many bytes a record costs less as numbers in an array than as a turn of a loop."""
 
 
-def gather_records(source: Bytes, offsets: Ints, lengths: Ints) -> Bytes:
-    """The records at these offsets of ``source``, in that order, without gaps."""
-    if len(offsets) and (lengths == lengths[0]).all():
-        return _equal(source, offsets, int(lengths[0]))
+def gather_records(source: Bytes, offsets: Ints, lengths: Ints, width: int | None = None) -> Bytes:
+    """The records at these offsets of ``source``, in that order, without gaps.
+
+    ``width`` is their length if all are known to have the same.
+    """
+    if width is None and len(offsets) and (lengths == lengths[0]).all():
+        width = int(lengths[0])
+    if width is not None:
+        return _rows(source, width)[offsets].reshape(-1)
     out = np.empty(int(lengths.sum()), np.uint8)
     copy_records(out, np.cumsum(lengths) - lengths, source, offsets, lengths)
     return out
@@ -43,13 +47,9 @@ def copy_records(out: Bytes, starts: Ints, source: Bytes, offsets: Ints, lengths
 
 def _rows(memory: Bytes, length: int) -> Bytes:
     """A row for every byte of the memory that ``length`` bytes follow."""
-    return as_strided(memory, (len(memory) - length + 1, length), (1, 1), writeable=False)
-
-
-def _equal(source: Bytes, offsets: Ints, length: int) -> Bytes:
-    return _rows(source, length)[offsets].reshape(-1)
+    # numpy's own as_strided takes longer than the copy of a small batch.
+    return np.ndarray((len(memory) - length + 1, length), np.uint8, memory, 0, (1, 1))
 
 
 def _equal_into(out: Bytes, starts: Ints, source: Bytes, offsets: Ints, length: int) -> None:
-    to = as_strided(out, (len(out) - length + 1, length), (1, 1), writeable=True)
-    to[starts] = _rows(source, length)[offsets]
+    _rows(out, length)[starts] = _rows(source, length)[offsets]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,24 @@ class Index:
         """Bytes of a page."""
         return self.fingerprint.page_size
 
+    @cached_property
+    def width(self) -> int | None:
+        """The length of every value, if all have the same."""
+        if not len(self) or self.lengths.min() != self.lengths.max():
+            return None
+        return int(self.lengths[0])
+
+    def lengths_of(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The lengths of some values."""
+        if self.width is not None:
+            return _constant(self.width, len(records).bit_length())[: len(records)]
+        return self.lengths[records].astype(np.int64)
+
+    def take(self, records: NDArray[np.int64]) -> Index:
+        """The places of some records, in this order."""
+        names = ("offsets", "lengths", "key_offsets", "key_lengths")
+        return replace(self, **{name: getattr(self, name)[records] for name in names})
+
     @property
     def overflow(self) -> NDArray[np.bool_]:
         """Which values have pages of their own; their page's header is right before them."""
@@ -55,6 +74,14 @@ class Index:
             return np.zeros(len(self), np.bool_)
         found: NDArray[np.bool_] = self.offsets % self.page_size == HEADER
         return found
+
+
+@lru_cache(maxsize=64)
+def _constant(value: int, bits: int) -> NDArray[np.int64]:
+    """Many times the same number; it is asked for again with every batch."""
+    found = np.full(1 << bits, value, np.int64)
+    found.flags.writeable = False
+    return found
 
 
 def build_index(

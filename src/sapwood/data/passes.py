@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from sapwood.data.batch import Batch, KeyPlaces
 from sapwood.data.engines import Engine, EngineSettings, Job, choose
+from sapwood.data.engines.spare import Spare
 from sapwood.data.index import Index
 from sapwood.data.node import Node, Shared
 from sapwood.data.order import Chunks, Order
@@ -58,20 +60,21 @@ class Plan:
 class Pass:
     """An iterator over batches, and the position after the last one it gave."""
 
-    def __init__(self, plan: Plan, position: Position, recorder: Recorder) -> None:
+    def __init__(self, plan: Plan, position: Position, recorder: Recorder, spare: Spare) -> None:
         """Open the database; reading begins with the first batch.
 
         Raises:
             DataError: the database cannot be read, or was changed.
         """
         self.position = position
-        self._plan, self._recorder = plan, recorder
+        self._plan, self._recorder, self._spare = plan, recorder, spare
         self._schedule = Schedule(
             order=plan.order, world=plan.world, worker=plan.worker, workers=plan.workers
         )
         self._asked: deque[Asked] = deque()
+        self._last = 0, 0
         self._pid = os.getpid()
-        self._source = Source(plan.index)
+        self._source = Source(plan.index, spare.maps)
         self._batches = self._read()
 
     def __iter__(self) -> Pass:
@@ -80,11 +83,14 @@ class Pass:
 
     def __next__(self) -> Any:
         """The next batch, decoded if that was asked for."""
+        start = perf_counter_ns()
         try:
-            return next(self._batches)
+            found = next(self._batches)
         except BaseException:  # at the end, too
             self.close()
             raise
+        self._recorder.given(start, *self._last)
+        return found
 
     def close(self) -> None:
         """End the threads and close the file; calling it again does nothing."""
@@ -102,6 +108,8 @@ class Pass:
             chunks=plan.chunks,
             settings=plan.settings,
             recorder=self._recorder,
+            uses=plan.order.spec.factor,
+            spare=self._spare,
         )
         while until is None or self.position.epoch < until:
             engine, stop = self._engine(job)
@@ -134,10 +142,16 @@ class Pass:
         )
         schedule, until = self._schedule, position.until
 
-        def parts(ranks: Sequence[int]) -> Iterator[list[Ints]]:
-            return (asked.parts for asked in schedule.batches(position, until, ranks))
+        def parts(ranks: Sequence[int], first: int) -> Iterator[list[Ints]]:
+            start = schedule.later(position, first)
+            return (asked.parts for asked in schedule.batches(start, until, ranks))
 
-        return Shared(job, node, plan.rank, lambda whose: make(whose)[0], parts), until
+        # Readers that take turns count their batches, and one that begins anew would count anew.
+        takeover = plan.stagger is None
+        shared = Shared(
+            job, node, plan.rank, lambda whose: make(whose)[0], parts, takeover=takeover
+        )
+        return shared, until
 
     def _gate(self) -> Gate:
         """Where the readers of all hosts take turns, each host or rank being one of them."""
@@ -165,12 +179,15 @@ class Pass:
         epoch, number, (records,) = self._asked.popleft()
         index = self._plan.index
         self._recorder.batch(len(records), len(data))
+        if number == self._plan.order.batches // 2:
+            self._recorder.halfway()
+        self._last = epoch, number
         self.position = self.position.after(epoch, number, self._plan.order.batches)
         return Batch(
             epoch=epoch,
             number=number,
             index=records,
-            lengths=index.lengths[records].astype(np.int64),
+            lengths=index.lengths_of(records),
             data=data,
-            places=KeyPlaces.of(index, records),
+            places=KeyPlaces(index, records),
         )

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from sapwood.data.batch import Batch
 from sapwood.data.engines import Policy
 from sapwood.data.engines.base import MIB
+from sapwood.data.engines.spare import Spare
 from sapwood.data.node import Node
 from sapwood.data.order import Quality, quality_of
 from sapwood.data.order.spec import Shuffle, Tail
@@ -63,7 +64,7 @@ class LmdbReader(IterableDataset[Any]):
         reuse: Reuse | None = None,
         chunk: int | None = None,
         memory: int | None = None,
-        threads: int = 2,
+        threads: int = 4,
         timeout: float = 120.0,
         rank: int | None = None,
         world: int | None = None,
@@ -88,8 +89,9 @@ class LmdbReader(IterableDataset[Any]):
                 an empty part.
             decode: Turns a batch into what the training uses.
             policy: How records are read; ``auto`` is the fastest way for this machine.
-            share: One rank of each host reads for the others there, through shared memory. All
-                must then iterate alike, and ranks be found from the launcher.
+            share: One rank of each host reads for the others there, through shared memory; if it
+                dies or leaves, the next one does. All must then iterate alike, and ranks be found
+                from the launcher.
             streams: Into how many shares a batch is divided that are read apart. As many as there
                 may be ranks, or a multiple of that, is best. It is part of the order.
             window: Bytes that are shuffled together, over all ranks. It is part of the order.
@@ -147,6 +149,7 @@ class LmdbReader(IterableDataset[Any]):
     def _open(self, position: Position, trace: Tracer) -> None:
         self._plan = self._settings.plan()
         self._recorder = Recorder(trace)
+        self._spare = Spare()
         self._kept = position
         self._live: Pass | None = None
         _log.info("%s: shuffle %s: %s", self.path, self._settings.shuffle, self.quality)
@@ -202,7 +205,7 @@ class LmdbReader(IterableDataset[Any]):
     def __iter__(self) -> Pass:
         """Go on from the position; a pass that was left is closed."""
         position, epochs = self._position, self._settings.epochs
-        self.close()
+        self._leave()
         if position.until is not None and position.until <= position.epoch:
             until = None if epochs is None else position.epoch + epochs
             position = replace(position, until=until, origin=None)
@@ -215,7 +218,7 @@ class LmdbReader(IterableDataset[Any]):
                 position = replace(position, origin=begun)
         else:
             position = replace(position, origin=None)
-        self._live = Pass(plan, position, self._recorder)
+        self._live = Pass(plan, position, self._recorder, self._spare)
         return self._live
 
     def set_epoch(self, epoch: int) -> None:
@@ -226,7 +229,7 @@ class LmdbReader(IterableDataset[Any]):
         """
         if epoch < 0:
             raise ConfigError(f"epoch={epoch}: expected 0 or more")
-        self.close()
+        self._leave()
         self._kept = Position(epoch=epoch, until=epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,11 +243,15 @@ class LmdbReader(IterableDataset[Any]):
             ConfigError: it is of another order.
         """
         position = from_state(state, self._plan.order.spec, self._plan.chunks)
-        self.close()
+        self._leave()
         self._kept = position
 
     def close(self) -> None:
-        """End the threads of the pass that runs, if one does; the position stays."""
+        """End the threads of the pass that runs, and give memory back; the position stays."""
+        self._leave()
+        self._spare.drop()
+
+    def _leave(self) -> None:
         if self._live is not None:
             self._kept = self._live.position
             self._live.close()

@@ -88,8 +88,8 @@ class LmdbRecords(Dataset[Any]):
         if self._source is None:
             self._source = Source(self._index)
         index, source = self._index, self._source
-        lengths = index.lengths[records].astype(np.int64)
-        data = gather_records(source.mapped(), index.offsets[records], lengths)
+        lengths = index.lengths_of(records)
+        data = gather_records(source.mapped(), index.offsets[records], lengths, index.width)
         source.check()
         return Batch(
             epoch=0,
@@ -97,7 +97,7 @@ class LmdbRecords(Dataset[Any]):
             index=records,
             lengths=lengths,
             data=data,
-            places=KeyPlaces.of(index, records),
+            places=KeyPlaces(index, records),
         )
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sapwood.data.index import Index, build_index
+from sapwood.data.lock import alone
 from sapwood.data.pagefile import Fingerprint, data_file, open_pages
 from sapwood.errors import ConfigError, DataError, SapwoodError
 from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, matches, seal, unseal
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 SUFFIX = ".sapwood-index"
 _HEAD = 4096
+_PATIENCE = 600.0
+"""Seconds for another process to make an index; then one is made here as well."""
 _MARK = "sapwood index"
 _ARRAYS = {"offsets": "<i8", "key_offsets": "<i8", "lengths": "<u4", "key_lengths": "<u2"}
 
@@ -69,13 +72,39 @@ def open_index(
     if when_stale not in ("rebuild", "refuse"):
         raise ConfigError(f"when_stale={when_stale!r}: expected 'rebuild' or 'refuse'")
     kept = Path(file) if file is not None else index_file(path, database)
-    if kept.exists():
-        try:
-            return load_index(kept, path, database)
-        except DataError as error:
-            if when_stale == "refuse":
-                raise
-            _log.info("a new index is made: %s", error)
+    found = _kept(kept, path, database, when_stale)
+    if found is not None:
+        return found
+    if not _writable(kept.parent):  # then each has to make its own
+        return _made(kept, path, database)
+    with alone(data_file(path), _PATIENCE) as waited:
+        # All ranks of a host come here at the same time; the first one works for all of them.
+        found = _kept(kept, path, database, when_stale) if waited else None
+        return _made(kept, path, database) if found is None else found
+
+
+def _kept(
+    kept: Path, path: str | os.PathLike[str], database: str | bytes | None, when_stale: Stale
+) -> Index | None:
+    """The index that is kept, if there is one and it fits."""
+    if not kept.exists():
+        return None
+    try:
+        return load_index(kept, path, database)
+    except DataError as error:
+        if when_stale == "refuse":
+            raise
+        _log.info("a new index is made: %s", error)
+        return None
+
+
+def _writable(folder: Path) -> bool:
+    """Whether something can be put there, if need be in a new folder."""
+    there = next((one for one in (folder, *folder.parents) if one.exists()), folder)
+    return os.access(there, os.W_OK)
+
+
+def _made(kept: Path, path: str | os.PathLike[str], database: str | bytes | None) -> Index:
     index = build_index(path, database)
     try:
         save_index(index, kept)

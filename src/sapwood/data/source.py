@@ -15,10 +15,39 @@ from sapwood.data.layout import META_BYTES
 from sapwood.data.pagefile import PageFile
 from sapwood.errors import DataError
 
-__all__ = ["ALIGN", "Source"]
+__all__ = ["ALIGN", "FileMap", "Source"]
 
 ALIGN = 4096
 """Reads that pass by the page cache begin and end on multiples of this, in memory and on disk."""
+
+
+class FileMap:
+    """A mapping of a file that outlives those who use it.
+
+    Pages that were touched once need not be found again in the next epoch.
+    """
+
+    def __init__(self) -> None:
+        """There is none yet."""
+        self._key: tuple[int, int, int] | None = None
+        self._map: mmap.mmap | None = None
+
+    def of(self, fd: int, size: int) -> mmap.mmap:
+        """The whole file of a descriptor.
+
+        Raises:
+            OSError: there is no address space for it.
+        """
+        facts = os.fstat(fd)
+        key = facts.st_dev, facts.st_ino, size
+        if self._map is None or key != self._key:
+            self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._key = key
+        return self._map
+
+    def drop(self) -> None:
+        """Forget it; memory in use stays."""
+        self._key = self._map = None
 
 
 class Source:
@@ -29,15 +58,15 @@ class Source:
     the same after they were read, which ``check`` makes sure of.
     """
 
-    def __init__(self, index: Index) -> None:
-        """Open the file.
+    def __init__(self, index: Index, maps: FileMap | None = None) -> None:
+        """Open the file; ``maps`` is for its mapping.
 
         Raises:
             DataError: it cannot be read, or is not in the state of which the index is.
         """
         self.path, self._page_size = index.file, index.page_size
         self.fd, self._direct = -1, -1
-        self._map: mmap.mmap | None = None
+        self._maps = FileMap() if maps is None else maps
         try:
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -56,10 +85,10 @@ class Source:
             )
         self.size = now.size
 
-    def _read_metas(self) -> tuple[bytes, bytes, int]:
-        first = os.pread(self.fd, META_BYTES, 0)
-        second = os.pread(self.fd, META_BYTES, self._page_size)
-        return first, second, os.fstat(self.fd).st_size
+    def _read_metas(self) -> tuple[bytes, int]:
+        """Both meta pages, which follow each other, and how long the file is."""
+        metas = os.pread(self.fd, self._page_size + META_BYTES, 0)
+        return metas, os.fstat(self.fd).st_size
 
     def check(self) -> None:
         """Raise if somebody has written since the file was opened.
@@ -103,12 +132,10 @@ class Source:
         Raises:
             DataError: there is no address space for it.
         """
-        if self._map is None:
-            try:
-                self._map = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ)
-            except (OSError, ValueError) as error:
-                raise DataError(f"{self.path}: cannot be mapped: {error}") from error
-        return np.frombuffer(self._map, np.uint8)
+        try:
+            return np.frombuffer(self._maps.of(self.fd, self.size), np.uint8)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.path}: cannot be mapped: {error}") from error
 
     def read_into(self, fd: int, buffer: memoryview, offset: int, needed: int) -> None:
         """Fill a buffer; after ``needed`` bytes the file may end.
@@ -159,7 +186,6 @@ class Source:
         if self._direct >= 0:
             os.close(self._direct)
             self._direct = -1
-        self._map = None
 
     def __del__(self) -> None:
         """An iterator that was left in the middle is closed when it is collected."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ class ReadStats:
     """Spent by the training in copying records together."""
     stagger_seconds: float = 0.0
     """Spent in waiting for one's turn to read."""
+    skew_seconds: float = 0.0
+    """From having a batch until the last rank of the host had it, with ``share``; the last few
+    batches of a pass are not in it. ``skew_of`` tells it of any ranks, from their traces."""
     missed_pages: int = 0
     """Pages that were needed and had not been read ahead."""
     redundant_pages: int = 0
@@ -68,12 +72,29 @@ class Recorder:
         self.trace = trace
         self._switches = _switches()
         self._helpers: list[Recorder] = []
+        self._asker = self
+        self._half = 0, 0.0
 
     def helper(self) -> Recorder:
         """For a thread that reads on behalf of this one: what it reads is counted here, too."""
         made = Recorder(self.trace)
+        made._asker = self
         self._helpers.append(made)
         return made
+
+    def halfway(self) -> None:
+        """Note the middle of an epoch, before which memory had to be made and the first to come."""
+        self._half = self._paced()
+
+    def pace(self) -> float:
+        """Bytes read in one second of waiting for them, since the middle of the last epoch."""
+        nbytes, seconds = self._asker._paced()
+        before, waited = self._asker._half
+        return (nbytes - before) / (seconds - waited) if seconds > waited else math.inf
+
+    def _paced(self) -> tuple[int, float]:
+        nbytes = self.stats.bytes_read + sum(one.stats.bytes_read for one in self._helpers)
+        return nbytes, self.stats.wait_seconds
 
     def request(self, nbytes: int, start_ns: int = 0, end_ns: int = 0, count: int = 1) -> None:
         """Note one read, or ``count`` of them, of so many bytes together."""
@@ -107,6 +128,13 @@ class Recorder:
         if self.trace.on:
             self.trace.counter("data bytes read", self.stats.bytes_read, "data")
             self.trace.counter("data bytes useful", self.stats.bytes_useful, "data")
+
+    def given(self, start_ns: int, epoch: int, number: int) -> None:
+        """Note how long the training had to wait for a batch, from asking for it."""
+        if self.trace.on:
+            self.trace.complete(
+                "batch", start_ns, perf_counter_ns(), "data", epoch=epoch, batch=number
+            )
 
     def snapshot(self) -> ReadStats:
         """The sums so far."""

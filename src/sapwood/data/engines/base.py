@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.data.engines.spare import Spare
 from sapwood.data.index import Index
 from sapwood.data.order.chunks import Chunks
 from sapwood.data.source import ALIGN, Source
@@ -28,7 +29,7 @@ class EngineSettings:
 
     memory: int = 128 * MIB
     """Bytes of the ring that chunks are read into; with the batches given out that is all."""
-    threads: int = 2
+    threads: int = 4
     """How many reads are in flight at the same time."""
     ahead: int = 32
     """How many batches are planned ahead, at most; the ring may end it before."""
@@ -57,10 +58,13 @@ class Job:
     chunks: Chunks
     settings: EngineSettings
     recorder: Recorder
+    uses: int = 1
+    """How often each record is used in an epoch."""
+    spare: Spare = field(default_factory=Spare)
 
     def places(self, records: Ints) -> tuple[Ints, Ints]:
         """Offsets and lengths of records."""
-        return self.index.offsets[records], self.index.lengths[records].astype(np.int64)
+        return self.index.offsets[records], self.index.lengths_of(records)
 
 
 class Engine(Protocol):

@@ -31,6 +31,8 @@ SHARED = ("lmm", "lmm-dm")
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 _RESIDENT = 0.98
+_SLOW = 2**30
+"""A disk that gives fewer bytes for each second of waiting is slower than memory."""
 _SCATTERED_THREADS = 8
 """Reads of single records are bound by the disk's latency, so that many are in flight."""
 
@@ -73,13 +75,17 @@ def choose(
 
 
 def _auto(job: Job, spec: OrderSpec) -> tuple[Engine, bool]:
-    """Gather from memory what fits there; read the rest in large pieces."""
+    """Gather from memory what is there; read the rest in large pieces."""
     # Half: the training needs memory too, and a file that only just fits drives itself out.
-    if job.source.size <= memory.available() // 2:
-        if job.source.resident() >= _RESIDENT:
-            return Mapped(job), True
+    fits = job.source.size <= memory.available() // 2
+    if fits and job.source.resident() >= _RESIDENT:
+        return Mapped(job), True
+    # Reading past the page cache is faster than to fill it, and takes less of the processors. It
+    # has to be filled where records come from everywhere, and where the training waits for the
+    # disk: then for the epochs after this one.
+    if fits and (spec.shuffle == "global" or job.recorder.pace() < _SLOW):
         _log.debug("%s: read into the page cache", job.source.path)
         return Chunked(job, Cache(job)), False
     if spec.shuffle == "global":
         return Direct(job, threads=_SCATTERED_THREADS), True
-    return Chunked(job, Ring(job)), True
+    return Chunked(job, Ring(job)), not fits

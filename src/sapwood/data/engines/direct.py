@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 from time import perf_counter_ns
@@ -48,30 +47,30 @@ class Direct:
 
     def _ahead(self, wanted: Iterator[Ints]) -> Generator[Bytes, None, None]:
         settings = self._job.settings
-        queue: deque[tuple[Bytes, list[Future[Read]]]] = deque()
+        queue: deque[tuple[Bytes, int]] = deque()
         held = 0
-        with closing(Pool(self._threads, settings.timeout)) as pool:
+        with closing(Pool(self._threads, settings.timeout, self._note)) as pool:
             while True:
                 while len(queue) < settings.ahead and (held < settings.memory or not queue):
                     records = next(wanted, None)
                     if records is None:
                         break
                     data, rows = self._prepare(records)
-                    queue.append((data, self._submit(pool, data, rows)))
+                    self._submit(pool, data, rows)
+                    queue.append((data, pool.asked))
                     held += len(data)
                 if not queue:
                     return
-                data, reads = queue.popleft()
+                data, upto = queue.popleft()
                 held -= len(data)
                 with self._job.recorder.waiting():
-                    done = [pool.wait(one) for one in reads]
-                for one in done:
-                    self._note(one)
+                    pool.wait(upto)
                 yield data
 
-    def _submit(self, pool: Pool, data: Bytes, rows: tuple[Ints, Ints, Ints]) -> list[Future[Read]]:
-        parts = zip(*(np.array_split(one, self._threads) for one in rows), strict=True)
-        return [pool.submit(partial(self._fill, data, *part)) for part in parts if len(part[0])]
+    def _submit(self, pool: Pool, data: Bytes, rows: tuple[Ints, Ints, Ints]) -> None:
+        for part in zip(*(np.array_split(one, self._threads) for one in rows), strict=True):
+            if len(part[0]):
+                pool.submit(partial(self._fill, data, *part))
 
     def _prepare(self, records: Ints) -> tuple[Bytes, tuple[Ints, Ints, Ints]]:
         """Memory for a batch, and where in it and in the file each record is, by file."""

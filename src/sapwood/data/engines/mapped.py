@@ -31,7 +31,7 @@ class Mapped:
         for records in wanted:
             start = perf_counter_ns()
             offsets, lengths = job.places(records)
-            data = gather_records(memory, offsets, lengths)
+            data = gather_records(memory, offsets, lengths, job.index.width)
             end = perf_counter_ns()
             job.recorder.request(len(data))
             job.recorder.stats.gather_seconds += (end - start) / 1e9

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
-from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +14,7 @@ from sapwood.data.source import ALIGN
 __all__ = ["Cache", "Home", "Ring"]
 
 _EMPTY = -1
+_NEEDED = 2**62
 
 
 class Home(Protocol):
@@ -24,13 +23,14 @@ class Home(Protocol):
     most: int
     """How many chunks can be in it at the same time."""
 
-    def fits(self, chunks: Ints) -> NDArray[np.bool_]:
-        """Which chunks are not too long for it."""
+    def fits(self, chunks: Ints) -> NDArray[np.bool_] | None:
+        """Which chunks are not too long for it; None if all are not."""
         ...
 
-    def reserve(self, chunks: Ints, turn: int, done: int) -> Ints | None:
+    def reserve(self, chunks: Ints, ends: Ints, turn: int, done: int) -> list[int] | None:
         """Make room for the chunks of a turn; turns below ``done`` need theirs no more.
 
+        ``ends`` are those that are not needed after it.
         Gives those that must be read now, or None if there is no room before another turn is done.
         """
         ...
@@ -41,6 +41,10 @@ class Home(Protocol):
 
     def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
         """Memory, and where in it the bytes at these offsets of the file are."""
+        ...
+
+    def close(self) -> None:
+        """Give memory back; only if no read is under way any more."""
         ...
 
 
@@ -57,37 +61,55 @@ class Ring:
         # One long record must not make every buffer long: those are read by themselves.
         limit = 2 * job.chunks.nbytes
         self._width = int(extent[extent <= limit].max(initial=ALIGN))
+        self._long = bool((extent > limit).any())
         self.most = max(job.settings.memory // self._width, 1)
-        self._map = _private(self.most * self._width)
+        self._spare = job.spare
+        self._map = job.spare.take(self.most * self._width)
         self._memory: Bytes = np.frombuffer(self._map, np.uint8)
         self._room = np.full(len(job.chunks), _EMPTY)
         """Which buffer each chunk is in."""
         self._holds = np.full(self.most, _EMPTY)
         self._until = np.full(self.most, -1)
         """The last turn that needs each buffer."""
+        self._worth = np.zeros(self.most, np.int64)
+        """What was needed lately is worth the most, and what has ended nothing, not even as much as
+        a buffer that was never used: memory costs the most when it is first touched."""
 
-    def fits(self, chunks: Ints) -> NDArray[np.bool_]:
+    def fits(self, chunks: Ints) -> NDArray[np.bool_] | None:
         """Which chunks are not too long for a buffer."""
+        if not self._long:
+            return None
         found: NDArray[np.bool_] = self._high[chunks] - self._low[chunks] <= self._width
         return found
 
-    def reserve(self, chunks: Ints, turn: int, done: int) -> Ints | None:
+    def reserve(self, chunks: Ints, ends: Ints, turn: int, done: int) -> list[int] | None:
         """Keep what is there, and replace what nobody planned to use."""
         room = self._room[chunks]
-        missing: Ints = chunks[room == _EMPTY]
-        kept = room[room != _EMPTY]
-        if len(missing):
-            free = np.flatnonzero(self._until < done)
-            free = free[~np.isin(free, kept)]
-            if len(free) < len(missing):
+        there = room != _EMPTY
+        missing: list[int] = []
+        if not there.all():
+            new, kept = chunks[~there], room[there]
+            chosen = self._free(len(new), kept, done)
+            if chosen is None:
                 return None
-            chosen = free[np.argsort(self._until[free], kind="stable")[: len(missing)]]
             old = self._holds[chosen]
             self._room[old[old != _EMPTY]] = _EMPTY
-            self._holds[chosen] = missing
-            self._room[missing] = chosen
-        self._until[self._room[chunks]] = turn
+            self._holds[chosen] = new
+            self._room[new] = chosen
+            missing, room = [int(one) for one in new], self._room[chunks]
+        self._until[room] = turn
+        self._worth[room] = turn + 1
+        self._worth[self._room[ends]] = -1
         return missing
+
+    def _free(self, count: int, kept: Ints, done: int) -> Ints | None:
+        """The least worthy buffers that no turn needs, if there are so many."""
+        worth = np.where(self._until < done, self._worth, _NEEDED)
+        worth[kept] = _NEEDED
+        chosen: Ints = np.argpartition(worth, min(count, self.most - 1))[:count]
+        if len(chosen) < count or worth[chosen].max() == _NEEDED:
+            return None
+        return chosen
 
     def fill(self, chunk: int) -> tuple[int, int]:
         """Read a chunk with one request."""
@@ -101,17 +123,9 @@ class Ring:
         """Places in the ring."""
         return self._memory, self._room[chunks] * self._width + offsets - self._low[chunks]
 
-
-def _private(nbytes: int) -> mmap.mmap:
-    """Memory in as large pages as the system has, and not for forked children.
-
-    A fork would have the pages copied that reads under way still write to.
-    """
-    made = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with suppress(OSError, AttributeError):
-            made.madvise(getattr(mmap, advice))
-    return made
+    def close(self) -> None:
+        """Leave the memory to the next ring."""
+        self._spare.give(self._map)
 
 
 class Cache:
@@ -125,15 +139,15 @@ class Cache:
         self.most = 2**31
         self._scratch = threading.local()
 
-    def fits(self, chunks: Ints) -> NDArray[np.bool_]:
+    def fits(self, chunks: Ints) -> NDArray[np.bool_] | None:
         """All do."""
-        return np.ones(len(chunks), np.bool_)
+        return None
 
-    def reserve(self, chunks: Ints, turn: int, done: int) -> Ints | None:
+    def reserve(self, chunks: Ints, ends: Ints, turn: int, done: int) -> list[int] | None:
         """Those not read yet must be read; there is always room."""
         missing = chunks[~self._warm[chunks]]
         self._warm[missing] = True
-        return missing
+        return [int(one) for one in missing]
 
     def fill(self, chunk: int) -> tuple[int, int]:
         """Have the system read a chunk, and wait until it has."""
@@ -149,3 +163,6 @@ class Cache:
     def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
         """Places in the file."""
         return self._memory, offsets
+
+    def close(self) -> None:
+        """There is nothing to give back."""

@@ -16,8 +16,8 @@ class Node:
     """This process among those of its host that belong to the same group."""
 
     members: int = 1
-    leads: bool = True
-    """Whether this is the one that reads."""
+    local: int = 0
+    """Which of them this is."""
     group: str = ""
     """Tells this group from any other on the host."""
 
@@ -27,7 +27,7 @@ class Node:
         facts = (launch.job, launch.address, launch.port, os.getuid())
         return cls(
             members=launch.local_world,
-            leads=launch.local_rank == 0,
+            local=launch.local_rank,
             group="|".join(str(one) for one in facts),
         )
 
@@ -35,8 +35,10 @@ class Node:
         """The same processes, meeting about one thing that all of them know."""
         return replace(self, group="|".join([self.group, *(str(one) for one in what)]))
 
-    @property
-    def address(self) -> str:
-        """A socket's name in the system's own space: no file, and gone with its process."""
-        mark = hashlib.blake2b(self.group.encode(), digest_size=16).hexdigest()
+    def address(self, leader: int) -> str:
+        """Where the one that reads is found, if it is this member.
+
+        It is a socket's name in the system's own space: no file, and gone with its process.
+        """
+        mark = hashlib.blake2b(f"{self.group}|{leader}".encode(), digest_size=16).hexdigest()
         return f"\0sapwood-data-{mark}"

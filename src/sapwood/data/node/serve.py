@@ -7,19 +7,23 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from sapwood.buffers.arena import Arena
 from sapwood.data.engines.base import Bytes, Engine, Ints, Job
 from sapwood.data.node.place import Node
-from sapwood.data.node.wire import FAILED, PLACED, USED, accept, listen
+from sapwood.data.node.skew import Skew
+from sapwood.data.node.wire import FAILED, PLACED, USED, Hello, accept, listen
 from sapwood.errors import DeadlineError, PeerFailed
 
-__all__ = ["Server"]
+__all__ = ["Parts", "Server"]
+
+Parts = Callable[[Sequence[int], int], Iterator[list[Ints]]]
+"""The records of each batch for each of some ranks, beginning with a number of batch."""
 
 _SLOTS = 4
 _POLL = 0.2
@@ -28,10 +32,13 @@ _POLL = 0.2
 @dataclass(kw_only=True)
 class _Member:
     rank: int
+    local: int
     wire: socket.socket
-    used: int = 0
-    """How many batches it is done with."""
+    used: int
+    """All batches below this number it needs no more."""
     gone: bool = False
+    slots: dict[int, Arena] = field(default_factory=dict)
+    """Memory it was given the descriptors of."""
 
 
 class Server:
@@ -41,29 +48,31 @@ class Server:
         self,
         job: Job,
         node: Node,
-        rank: int,
+        me: Hello,
+        here: Collection[int],
         make: Callable[[Job], Engine],
-        parts: Callable[[Sequence[int]], Iterator[list[Ints]]],
+        parts: Parts,
     ) -> None:
-        """Begin; ``parts`` gives the records of each batch for each of some ranks.
+        """Begin, with the members that are ``here``; this process is one of them.
 
-        ``wire`` is how this process itself gets its part, like any other.
+        ``wire`` is how it gets its part, like any other.
         """
         self._job, self._make, self._parts = job, make, parts
         self._stop = threading.Event()
         self.wire, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.wire.settimeout(job.settings.timeout)
-        self._members = [_Member(rank=rank, wire=mine)]
+        self._members = [_Member(rank=me.rank, local=me.local, wire=mine, used=me.first)]
+        self._missing = set(here) - {me.local}
         self._slots: list[Arena | None] = [None] * _SLOTS
+        self._skew = Skew(here)
         try:
-            self._listening = listen(node.address, node.members)
+            self._listening = listen(node.address(me.local), node.members)
         except OSError as error:
             self.wire.close()
             mine.close()
             raise PeerFailed(
                 f"another process of this host reads for the same group already: {error}"
             ) from error
-        self._others = node.members - 1
         self._thread = threading.Thread(target=self._run, name="sapwood-node-reader", daemon=True)
         self._thread.start()
 
@@ -94,27 +103,31 @@ class Server:
 
     def _meet(self) -> None:
         deadline = time.monotonic() + self._job.settings.timeout
-        while len(self._members) <= self._others and not self._stop.is_set():
+        while self._missing and not self._stop.is_set():
             try:
-                rank, wire = accept(self._listening, min(deadline, time.monotonic() + _POLL))
+                hello, wire = accept(self._listening, min(deadline, time.monotonic() + _POLL))
             except DeadlineError:
                 if time.monotonic() > deadline:
                     raise
                 continue
-            self._members.append(_Member(rank=rank, wire=wire))
+            self._missing.discard(hello.local)
+            self._members.append(
+                _Member(rank=hello.rank, local=hello.local, wire=wire, used=hello.first)
+            )
         self._members.sort(key=lambda one: one.rank)
 
     def _serve(self) -> None:
         asked: deque[list[Ints]] = deque()
+        first = min(one.used for one in self._members)
 
         def wanted() -> Iterator[Ints]:
-            for parts in self._parts([one.rank for one in self._members]):
+            for parts in self._parts([one.rank for one in self._members], first):
                 asked.append(parts)
                 yield np.concatenate(parts)
 
-        engine, number = self._make(self._job), -1
+        engine, number = self._make(self._job), first - 1
         with closing(engine.read(wanted())) as batches:
-            for number, data in enumerate(batches):
+            for number, data in enumerate(batches, start=first):
                 if not self._room(number - _SLOTS):
                     return
                 self._place(number, data, asked.popleft())
@@ -129,6 +142,7 @@ class Server:
             while not self._stop.is_set():
                 here = [one for one in self._members if not one.gone]
                 if all(one.used > number for one in here):
+                    self._skew.close(number)
                     return bool(here)
                 for key, _ in waiting.select(_POLL):
                     if not self._hear(key.data):
@@ -140,7 +154,9 @@ class Server:
         with suppress(OSError):
             message = member.wire.recv(USED.size)
         if len(message) == USED.size:
-            member.used = USED.unpack(message)[0] + 1
+            number, when = USED.unpack(message)
+            member.used = number + 1
+            self._skew.note(member.local, number, when)
             return True
         member.gone = True
         return False
@@ -148,20 +164,25 @@ class Server:
     def _place(self, number: int, data: Bytes, parts: list[Ints]) -> None:
         slot = number % _SLOTS
         arena = self._slots[slot]
-        fresh = False
         if arena is None or arena.nbytes < len(data):
-            fresh = True
             if arena is not None:
                 arena.close()
             arena = self._slots[slot] = Arena(len(data) + len(data) // 4 + 1, label="batch")
         arena.bytes[: len(data)] = data
-        at = 0
+        here, at = self._here(), 0
         for member, records in zip(self._members, parts, strict=True):
-            nbytes = int(self._job.index.lengths[records].sum(dtype=np.int64))
-            message = PLACED.pack(number, slot, at, nbytes)
+            nbytes = int(self._job.index.lengths_of(records).sum())
+            if not member.gone and member.used <= number:
+                skew = self._skew.of(member.local)
+                message = PLACED.pack(number, slot, at, nbytes, skew) + here
+                known = member.slots.get(slot) is arena
+                member.slots[slot] = arena
+                self._send(member, message, [] if known else [arena.fd])
             at += nbytes
-            if not member.gone:
-                self._send(member, message, [arena.fd] if fresh else [])
+
+    def _here(self) -> bytes:
+        mask = sum(1 << one.local for one in self._members if not one.gone)
+        return mask.to_bytes(mask.bit_length() // 8 + 1, "little")
 
     def _send(self, member: _Member, message: bytes, fds: list[int]) -> None:
         try:
@@ -173,4 +194,4 @@ class Server:
     def _tell(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {error}".encode()[:2000]
         for member in self._members:
-            self._send(member, PLACED.pack(FAILED, 0, 0, 0) + text, [])
+            self._send(member, PLACED.pack(FAILED, 0, 0, 0, 0) + text, [])

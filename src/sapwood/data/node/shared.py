@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+import logging
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import closing
 from dataclasses import replace
 from time import perf_counter_ns
 
-from sapwood.buffers.arena import Arena
 from sapwood.data.engines.base import Bytes, Engine, Ints, Job
+from sapwood.data.node.link import Link, Placed
 from sapwood.data.node.place import Node
-from sapwood.data.node.serve import Server
-from sapwood.data.node.wire import FAILED, PLACED, USED, connect, receive
-from sapwood.errors import DataError
+from sapwood.data.node.serve import Parts, Server
+from sapwood.data.node.wire import Hello, connect
+from sapwood.errors import DataError, PeerFailed
 
 __all__ = ["Shared"]
+
+_log = logging.getLogger(__name__)
 
 
 class Shared:
     """Get records from the process of this host that reads, which may be this one.
 
     The ranks of a host take their batches from a few slots, so that they go along together; the one
-    that reads is ahead of the slowest by as many.
+    that reads is ahead of the slowest by as many. If it dies or leaves, the next one reads on: each
+    says which batch it needs next, and where that is in the file is arithmetic.
     """
 
     name = "shared"
@@ -33,58 +36,60 @@ class Shared:
         node: Node,
         rank: int,
         make: Callable[[Job], Engine],
-        parts: Callable[[Sequence[int]], Iterator[list[Ints]]],
+        parts: Parts,
+        *,
+        takeover: bool = True,
     ) -> None:
-        """``make`` gives the engine that reads; the others are as for ``Server``."""
+        """``make`` gives the engine that reads; ``parts`` is as for ``Server``."""
         self._job, self._node, self._rank = job, node, rank
-        self._make, self._parts = make, parts
+        self._make, self._parts, self._takeover = make, parts, takeover
 
     def read(self, wanted: Iterator[Ints]) -> Generator[Bytes, None, None]:
         """Read batch after batch."""
-        job, slots = self._job, dict[int, Arena]()
-        with ExitStack() as stack:
-            wire, server = self._join(stack)
-            stack.callback(_close, slots)
-            for records in wanted:
-                with job.recorder.waiting():
-                    number, slot, at, nbytes = self._next(wire, slots)
-                needed = int(job.places(records)[1].sum())
-                if nbytes != needed:
+        stats = self._job.recorder.stats
+        self._skewed = stats.skew_seconds
+        self._link = self._join(0, range(self._node.members), 0)
+        with closing(self):
+            for number, records in enumerate(wanted):
+                with self._job.recorder.waiting():
+                    placed = self._next(number)
+                needed = int(self._job.places(records)[1].sum())
+                if (placed.number, placed.nbytes) != (number, needed):
                     raise DataError(
-                        f"expected {needed} bytes of records, and the rank that reads gave "
-                        f"{nbytes}; are all ranks of this host at the same batch?"
+                        f"expected {needed} bytes of records of batch {number} of this pass, and "
+                        f"the rank that reads gave {placed.nbytes} of {placed.number}; are all "
+                        "ranks of this host at the same batch?"
                     )
                 start = perf_counter_ns()
-                data = slots[slot].bytes[at : at + nbytes].copy()
-                job.recorder.stats.gather_seconds += (perf_counter_ns() - start) / 1e9
-                with suppress(OSError):  # the next message, or its absence, tells what happened
-                    wire.send(USED.pack(number))
+                data = self._link.copy(placed)
+                stats.gather_seconds += (perf_counter_ns() - start) / 1e9
+                stats.skew_seconds = self._skewed + placed.skew_ns / 1e9
                 yield data
-            if server is not None:
-                server.finish()
+            self._link.finish()
 
-    def _join(self, stack: ExitStack) -> tuple[socket.socket, Server | None]:
+    def close(self) -> None:
+        """Let go of the process that reads, or end reading."""
+        self._link.close()
+
+    def _next(self, number: int) -> Placed:
+        while True:
+            try:
+                return self._link.next()
+            except PeerFailed as lost:
+                here = self._link.here - {self._link.leader}
+                if not self._takeover or self._node.local not in here:
+                    raise
+                self._link.close()
+                self._skewed = self._job.recorder.stats.skew_seconds
+                leader = min(here)
+                _log.warning("%s; member %d of this host reads on", lost, leader)
+                self._link = self._join(leader, here, number)
+
+    def _join(self, leader: int, here: Collection[int], first: int) -> Link:
         node, timeout = self._node, self._job.settings.timeout
-        if node.leads:
-            job = replace(self._job, recorder=self._job.recorder.helper())
-            server = Server(job, node, self._rank, self._make, self._parts)
-            stack.enter_context(closing(server))
-            return server.wire, server
-        return stack.enter_context(connect(node.address, self._rank, timeout)), None
-
-    def _next(self, wire: socket.socket, slots: dict[int, Arena]) -> tuple[int, int, int, int]:
-        message, fd = receive(wire)
-        number, slot, at, nbytes = PLACED.unpack_from(message)
-        if number == FAILED:
-            why = message[PLACED.size :].decode(errors="replace")
-            raise DataError(f"the rank of this host that reads for the others failed: {why}")
-        if fd is not None:
-            if slot in slots:
-                slots[slot].close()
-            slots[slot] = Arena.attach(fd)
-        return number, slot, at, nbytes
-
-
-def _close(slots: dict[int, Arena]) -> None:
-    for arena in slots.values():
-        arena.close()
+        hello = Hello(self._rank, node.local, first)
+        if node.local != leader:
+            return Link(connect(node.address(leader), hello, timeout), leader, here, None)
+        job = replace(self._job, recorder=self._job.recorder.helper())
+        server = Server(job, node, hello, here, self._make, self._parts)
+        return Link(server.wire, leader, here, server)

@@ -7,22 +7,33 @@ import socket
 import struct
 import time
 from contextlib import suppress
+from typing import NamedTuple
 
 from sapwood.errors import DeadlineError, PeerFailed
 
-__all__ = ["FAILED", "HELLO", "PLACED", "USED", "accept", "connect", "listen", "receive"]
+__all__ = ["FAILED", "PLACED", "USED", "Hello", "accept", "connect", "listen", "receive"]
 
-HELLO = struct.Struct("<q")
-"""The rank of the one who connects."""
-PLACED = struct.Struct("<qqqq")
-"""A batch is in memory: its number, the slot, and where in it the records of the receiver are."""
-USED = struct.Struct("<q")
-"""The number of a batch whose slot the sender needs no more."""
+PLACED = struct.Struct("<qqqqq")
+"""A batch is in memory: its number, the slot, and where in it the records of the receiver are; and
+how many nanoseconds the receiver has had its batches before the last of all had them. The rest of
+the message says which members are there."""
+USED = struct.Struct("<qq")
+"""The number of a batch whose slot the sender needs no more, and when it had copied it."""
 FAILED = -1
 """Instead of a number: reading failed, and the rest of the message says why."""
 LONGEST = 4096
 _PAUSE = 0.01
 _CRED = struct.Struct("3i")
+_HELLO = struct.Struct("<qqq")
+
+
+class Hello(NamedTuple):
+    """What one who connects says first."""
+
+    rank: int
+    local: int
+    first: int
+    """The number of the batch it needs next."""
 
 
 def listen(address: str, backlog: int) -> socket.socket:
@@ -41,8 +52,8 @@ def listen(address: str, backlog: int) -> socket.socket:
     return made
 
 
-def accept(listening: socket.socket, deadline: float) -> tuple[int, socket.socket]:
-    """The next of our own processes that connects, and its rank.
+def accept(listening: socket.socket, deadline: float) -> tuple[Hello, socket.socket]:
+    """The next of our own processes that connects, and what it says.
 
     Raises:
         DeadlineError: none did in time.
@@ -58,13 +69,13 @@ def accept(listening: socket.socket, deadline: float) -> tuple[int, socket.socke
             made.close()
             continue
         with suppress(TimeoutError, OSError):
-            hello = made.recv(HELLO.size)
-            if len(hello) == HELLO.size:
-                return HELLO.unpack(hello)[0], made
+            hello = made.recv(_HELLO.size)
+            if len(hello) == _HELLO.size:
+                return Hello(*_HELLO.unpack(hello)), made
         made.close()
 
 
-def connect(address: str, rank: int, timeout: float) -> socket.socket:
+def connect(address: str, hello: Hello, timeout: float) -> socket.socket:
     """Reach the process that reads, which may not have begun yet.
 
     Raises:
@@ -77,7 +88,7 @@ def connect(address: str, rank: int, timeout: float) -> socket.socket:
         try:
             made.connect(address)
             if _ours(made):
-                made.send(HELLO.pack(rank))
+                made.send(_HELLO.pack(*hello))
                 return made
         except (ConnectionRefusedError, FileNotFoundError, TimeoutError):
             pass

@@ -12,7 +12,7 @@ reuse    several  the same, but each window is gone through several times before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -126,8 +126,7 @@ class Order:
         window = (item + shift) // width
         mark = window * self._streams + stream
         found = np.empty_like(item)
-        for one in np.unique(mark).tolist():
-            chosen = np.flatnonzero(mark == one)
+        for one, chosen in _groups(mark):
             low, high = self._bounds(one)
             place = self._permutation(high - low, _WINDOW, epoch, one)
             found[chosen] = low + place(item[chosen] - low)
@@ -149,8 +148,7 @@ class Order:
         size = np.minimum(held, self._count - load * held)
         turn = load * self.spec.factor + left // size
         found = np.empty_like(slots)
-        for one in np.unique(turn).tolist():
-            chosen = np.flatnonzero(turn == one)
+        for one, chosen in _groups(turn):
             base, count = int(load[chosen[0]]) * held, int(size[chosen[0]])
             table = self._once(("turn", epoch, one), partial(self._turn, epoch, one, count))
             found[chosen] = base + table[left[chosen] % count]
@@ -179,3 +177,13 @@ class Order:
                 del self._kept[next(iter(self._kept))]
             self._kept[name] = make()
         return self._kept[name]  # type: ignore[return-value]
+
+
+def _groups(marks: Ints) -> Iterator[tuple[int, Ints]]:
+    """Each mark, and where it stands."""
+    if not len(marks):
+        return
+    order = np.argsort(marks, kind="stable")
+    sorted_marks = marks[order]
+    starts = np.flatnonzero(np.diff(sorted_marks, prepend=sorted_marks[0] - 1))
+    yield from zip(sorted_marks[starts].tolist(), np.split(order, starts[1:]), strict=True)
