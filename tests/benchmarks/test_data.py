@@ -90,7 +90,7 @@ sys.path.insert(0, sys.argv[1])
 from contenders.data_session import DataSession
 names = json.loads(sys.argv[2])
 options = {"sizes": {"small": {"count": 500, "nbytes": 3072, "batch": 64}}}
-options |= {"seconds": 9.0, "steady_seconds": 9.0, "timeout": 30}
+options |= {"seconds": 9.0, "steady_seconds": 9.0, "timeout": 80}
 case = {"records": "small", "cache": "warm", "order": "shuffled", "ranks": 1}
 session = DataSession(case, names, options)
 try:
@@ -104,7 +104,7 @@ finally:
 def test_records_are_read_checked_and_measured() -> None:
     names = ["sapwood", "py-lmdb 2 workers", "page cache"]
     command = [sys.executable, "-c", RUN, str(ROOT / "benchmarks"), json.dumps(names)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=115)
     assert done.returncode == 0, done.stderr
     measured, extra = json.loads(done.stdout)
     assert extra["failed_checks"] == []

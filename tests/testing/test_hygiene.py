@@ -215,7 +215,7 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
-def test_only_the_leaky_test_fails(suite: pytest.Pytester) -> None:
+def test_only_leaks_fail(suite: pytest.Pytester) -> None:
     args = ["-v", "-p", "no:cacheprovider", "-W", "ignore::ResourceWarning"]
     result = suite.runpytest_subprocess(*args, "--order-seed", "7", "tests", timeout=60)
     result.assert_outcomes(passed=3, errors=1)

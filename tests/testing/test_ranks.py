@@ -281,7 +281,7 @@ def running(pid: int) -> bool:
     return found is not None and found.state != "Z"
 
 
-def test_ranks_end_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
+def test_ranks_end_with_it(tmp_path: Path) -> None:
     script = tmp_path / "starter.py"
     script.write_text(textwrap.dedent(STARTER))
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as starter:

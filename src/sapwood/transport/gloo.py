@@ -3,7 +3,7 @@
 Connections are made when the group is: with gloo's lazy ones the first ``send`` to a peer would
 block its caller until that peer turns to us as well. gloo cannot abort a message, and a wait that
 expires closes only its own pair, so ``close`` shuts the group's connections down. gloo may also
-lose a send whose connection breaks while it is begun, and would never tell: control wires do.
+lose a message whose connection breaks while it is begun, and would never tell: control wires do.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class GlooLink:
             group, broken = self._group, self._broken
         if group is None or broken is not None:
             raise self.error(peer, tag, "the link is closed")
-        transfer = _GlooTransfer(self, peer, tag, data, sends=act == "send")
+        transfer = _GlooTransfer(self, peer, tag, data)
         if data.numel():
             try:
                 transfer.work = getattr(group, act)([data], peer, tag)
@@ -107,9 +107,8 @@ class GlooLink:
 class _GlooTransfer:
     """A message under way; an empty one is none."""
 
-    def __init__(self, link: GlooLink, peer: int, tag: int, data: Tensor, *, sends: bool) -> None:
+    def __init__(self, link: GlooLink, peer: int, tag: int, data: Tensor) -> None:
         self._link = link
-        self._sends = sends
         self._peer = peer
         self._tag = tag
         self._data: Tensor | None = data  # gloo does not keep the memory of a message alive
@@ -127,10 +126,7 @@ class _GlooTransfer:
             try:
                 # A timeout of 0 is none to gloo.
                 limit = timedelta(seconds=max(timeout, 0.001))
-                if self._sends:
-                    self._wait_apart(work, limit)
-                else:
-                    work.wait(limit)
+                self._wait_apart(work, limit)
             except RuntimeError as error:
                 self._link.fail(_first_line(error))
                 raise self._link.error(self._peer, self._tag, error) from error
@@ -138,15 +134,15 @@ class _GlooTransfer:
             self._link.done(self)
 
     def _wait_apart(self, work: Any, limit: timedelta) -> None:
-        """Wait on a thread, so that a send that gloo has lost is left when its peer is gone."""
-        failed: list[RuntimeError] = []
+        """Wait on a thread, so that a message gloo has lost is left when its peer is gone."""
+        failed: list[str] = []  # an exception would keep the message, and so the group, alive
         over = threading.Event()
 
         def wait() -> None:
             try:
                 work.wait(limit)
             except RuntimeError as error:
-                failed.append(error)
+                failed.append(str(error))
             over.set()
 
         threading.Thread(target=wait, name="sapwood-gloo-wait", daemon=True).start()
@@ -154,7 +150,7 @@ class _GlooTransfer:
             if self._peer in self._link.gone and not over.wait(_LOOK):
                 raise RuntimeError(f"process {self._peer} is gone")
         if failed:
-            raise failed[0]
+            raise RuntimeError(failed[0])
 
     def drop(self) -> None:
         """Let go of a message that failed with its link."""
