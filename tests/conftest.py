@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,12 +77,18 @@ def rank_server() -> Iterator[None]:
     ranks.stop_server()
 
 
+@pytest.fixture(scope="session")
+def short_tmp() -> Iterator[Path]:
+    """Where each test has its temporary files: sockets below it need a short path."""
+    with tempfile.TemporaryDirectory(prefix="sw-") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(autouse=True)
-def clean(tmp_path: Path, session_tmp: Path) -> Iterator[hygiene.Snapshot]:
+def clean(tmp_path: Path, short_tmp: Path, session_tmp: Path) -> Iterator[hygiene.Snapshot]:
     """Run the test in its own folder, and fail it for whatever it leaves behind."""
     before = hygiene.Snapshot.take([ROOT, session_tmp])
-    inner = tmp_path / "tmp"
-    inner.mkdir()
+    inner = Path(tempfile.mkdtemp(prefix="", dir=short_tmp))
     # Not the fixture of that name: that one would undo the test's own patches after these checks.
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
@@ -89,6 +96,7 @@ def clean(tmp_path: Path, session_tmp: Path) -> Iterator[hygiene.Snapshot]:
         patch.setattr(tempfile, "tempdir", None)
         yield before
     problems = hygiene.leftovers(before, GRACE)
+    shutil.rmtree(inner, ignore_errors=True)
     if problems:
         hygiene.restore(before)
         pytest.fail("the test left something behind:\n  " + "\n  ".join(problems), pytrace=False)

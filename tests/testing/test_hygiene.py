@@ -185,8 +185,10 @@ def test_every_torch_setting_is_found_and_restored(before: hygiene.Snapshot) -> 
 
 def test_each_test_has_its_own_folder(tmp_path: Path) -> None:
     assert Path.cwd() == tmp_path
-    assert Path(tempfile.gettempdir()) == tmp_path / "tmp"
-    assert Path(os.environ["TMPDIR"]) == tmp_path / "tmp"
+    temporary = Path(tempfile.gettempdir())
+    assert temporary == Path(os.environ["TMPDIR"])
+    assert list(temporary.iterdir()) == []
+    assert len(str(temporary)) < 60, "sockets below it must have names, too"
 
 
 LEAKY = """
