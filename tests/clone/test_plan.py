@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sapwood.clone.plan import LARGE_PART, MESSAGE, PACKED, plan_messages, plan_whole
+from sapwood.clone.plan import (
+    LARGE_PART,
+    MESSAGE,
+    MOST_PARTS,
+    PACKED,
+    ClonePlan,
+    Part,
+    plan_direct,
+    plan_messages,
+    plan_whole,
+)
 from sapwood.state.catalog import Catalog, Entry
 
 
@@ -40,12 +50,37 @@ def test_every_byte_is_sent_once(case: tuple) -> None:
         for part in message.parts:
             assert part.key in buckets[message.bucket]
             covered[part.key].append((part.start, part.stop))
+    check_covered(catalog, covered)
+
+
+def check_covered(catalog: Catalog, covered: dict[tuple[str, str], list[tuple[int, int]]]) -> None:
     for key, parts in covered.items():
         at = 0
         for start, stop in sorted(parts):
             assert start == at
             at = stop
         assert at == catalog.by_key[key].nbytes
+
+
+@given(cases())
+def test_on_one_machine_every_clone_gets_every_byte_once(case: tuple) -> None:
+    catalog, buckets, donors, clones = case
+    plan = plan_direct(catalog, buckets, donors, clones)
+    for clone in range(clones):
+        covered: dict[tuple[str, str], list[tuple[int, int]]] = {k: [] for k in catalog.by_key}
+        for message in plan.received_by(clone):
+            assert 0 < message.nbytes <= MESSAGE
+            assert len(message.parts) <= MOST_PARTS
+            for part in message.parts:
+                assert part.key in buckets[message.bucket]
+                covered[part.key].append((part.start, part.stop))
+        check_covered(catalog, covered)
+    assert contents(plan) == [parts for parts in contents(plan)[::clones] for _ in range(clones)]
+
+
+def contents(plan: ClonePlan) -> list[tuple[Part, ...]]:
+    """Of all messages; those to the clones follow each other."""
+    return [message.parts for message in plan.messages]
 
 
 @given(cases())

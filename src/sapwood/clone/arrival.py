@@ -21,7 +21,7 @@ from sapwood.clone.plan import Key, Message
 from sapwood.errors import CloneError
 from sapwood.state.catalog import Catalog
 from sapwood.state.contents import Contents, byte_view, to_torch_dtype
-from sapwood.tiers.digest import digest
+from sapwood.tiers.digest import digest_of_row
 
 __all__ = ["Arrival"]
 
@@ -65,12 +65,11 @@ class Arrival:
         self.digests: dict[int, str] = {}
         self.problem: Exception | None = None
 
-    def place_for(self, message: Message) -> Tensor:
-        """Where a message's bytes go: into a tensor, or, packed, beside."""
-        if len(message.parts) == 1:
-            part = message.parts[0]
-            return self.memory[part.key][part.start : part.stop]
-        return self.empty(message.nbytes)
+    def place_for(self, message: Message, *, gathers: bool) -> list[Tensor]:
+        """Where a message's bytes go: into tensors, or, if a link cannot do that, beside."""
+        if len(message.parts) == 1 or gathers:
+            return [self.memory[part.key][part.start : part.stop] for part in message.parts]
+        return [self.empty(message.nbytes)]
 
     def empty(self, nbytes: int) -> Tensor:
         """Memory where messages can arrive."""
@@ -78,13 +77,14 @@ class Arrival:
             return torch.from_numpy(fresh_memory(nbytes))
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def arrived(self, message: Message, data: Tensor) -> None:
+    def arrived(self, message: Message, data: Sequence[Tensor]) -> None:
         """A message is there, in the memory it was given."""
-        self.digests[message.tag] = digest(data.cpu().numpy(), self._algorithm)
-        if len(message.parts) > 1:
-            at = 0
+        pieces = [one.cpu().numpy() for one in data]
+        self.digests[message.tag] = digest_of_row(pieces, self._algorithm)
+        if len(message.parts) > len(data):
+            (packed,), at = data, 0
             for part in message.parts:
-                self.memory[part.key][part.start : part.stop] = data[at : at + part.nbytes]
+                self.memory[part.key][part.start : part.stop] = packed[at : at + part.nbytes]
                 at += part.nbytes
         with self._lock:
             keys = {part.key for part in message.parts}

@@ -26,6 +26,8 @@ PACKED = 1024 * 1024
 """Smaller parts are packed into messages of about this size."""
 MESSAGE = 8 * 1024 * 1024
 """Larger parts are cut: a donor that must hurry can leave the rest of a tensor for later."""
+MOST_PARTS = 512
+"""Of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,24 @@ def _packed(parts: Iterable[Part]) -> Iterator[tuple[Part, ...]]:
         yield tuple(small)
 
 
+def _gathered(parts: Iterable[Part]) -> Iterator[tuple[Part, ...]]:
+    """Messages of about the same size, of parts that are sent from where they lie."""
+    some: list[Part] = []
+    room = MESSAGE
+    for part in parts:
+        start = part.start
+        while start < part.stop:
+            stop = min(part.stop, start + room)
+            some.append(Part(part.key, start, stop))
+            room -= stop - start
+            start = stop
+            if not room or len(some) == MOST_PARTS:
+                yield tuple(some)
+                some, room = [], MESSAGE
+    if some:
+        yield tuple(some)
+
+
 def plan_direct(
     catalog: Catalog, buckets: Sequence[Sequence[Key]], donors: int, clones: int
 ) -> ClonePlan:
@@ -173,7 +193,7 @@ def plan_direct(
         for donor in range(donors):
             owned = [(key, share) for key in keys for share in sources[key]]
             parts = [Part(key, start, stop) for key, (start, stop, who) in owned if who == donor]
-            for packed in _packed(parts):
+            for packed in _gathered(parts):
                 for clone in range(clones):
                     messages.append(Message(len(messages), donor, clone, bucket, packed))
     return ClonePlan(catalog, donors, clones, tuple(messages))

@@ -129,8 +129,9 @@ class Receiver:
         )
         coming = []
         for message in self._mine:
-            data = self.arrival.place_for(message)
-            coming.append((message, data, link.recv(message.donor, message.tag, data)))
+            data = self.arrival.place_for(message, gathers=link.gathers)
+            given = data if link.gathers else data[0]
+            coming.append((message, data, link.recv(message.donor, message.tag, given)))
         for donor in range(manifest.donors):
             count = len(self.plan.sent_by(donor))
             size = size_of_digests(count, manifest.algorithm)
@@ -142,7 +143,7 @@ class Receiver:
             extras.append(link.recv(donor, self.plan.extras_tag, data))
         passed = []
         for message in self._others:
-            data = self.arrival.place_for(message)
+            (data,) = self.arrival.place_for(message, gathers=False)
             work = dist.irecv(data, message.clone, group=self._among, tag=message.tag)
             passed.append((message, data, work))
         self._start("sapwood-clone-receive", lambda: self._receive(coming))
@@ -206,7 +207,7 @@ class Receiver:
             faults.point("clone.arrived", tag=message.tag)
             if self._manifest.relay and self._among is not None:
                 passing += [
-                    (data, dist.isend(data, other, group=self._among, tag=message.tag))
+                    (data, dist.isend(data[0], other, group=self._among, tag=message.tag))
                     for other in range(self._group.world)
                     if other != self._group.rank
                 ]
@@ -233,7 +234,7 @@ class Receiver:
             return
         for message, data, work in passed:
             work.wait(timedelta(seconds=self._settings.step_timeout))
-            self.arrival.arrived(message, data)
+            self.arrival.arrived(message, [data])
 
     # -- becoming a run ----------------------------------------------------------------------
 

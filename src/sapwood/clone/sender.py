@@ -22,7 +22,7 @@ from sapwood.clone.plan import ClonePlan, Message
 from sapwood.errors import SapwoodError
 from sapwood.events import Hold, Marker
 from sapwood.state.contents import Contents, byte_view
-from sapwood.tiers.digest import digest
+from sapwood.tiers.digest import digest_of_row
 from sapwood.transport.base import Link, Transfer
 
 __all__ = ["Sender"]
@@ -36,7 +36,7 @@ class _Parcel:
     """The same bytes for one clone or several."""
 
     messages: Sequence[Message]
-    aside: Tensor | None = None
+    aside: list[Tensor] | None = None
     """A copy of what may change before it is sent."""
     begun: bool = False
     transfers: list[Transfer] = field(default_factory=list)
@@ -204,10 +204,12 @@ class Sender:
                 bucket.live.add(parcel)
         for message in parcel.messages:
             to = self._plan.donors + message.clone
-            parcel.transfers.append(self._link.send(to, message.tag, data))
+            given = data if self._link.gathers else data[0]
+            parcel.transfers.append(self._link.send(to, message.tag, given))
         self._flight.append((bucket, parcel))
         self._in_flight += parcel.nbytes
-        mark = digest(data.cpu().numpy(), self._algorithm)  # while it is under way
+        pieces = [one.cpu().numpy() for one in data]
+        mark = digest_of_row(pieces, self._algorithm)  # while it is under way
         self._digests.update({message.tag: mark for message in parcel.messages})
 
     def _send_checks(self) -> list[Transfer]:
@@ -235,10 +237,10 @@ class Sender:
         with self._lock:
             for parcel in bucket.parcels:
                 if not parcel.begun and parcel.aside is None:
-                    parcel.aside = self._data(parcel).clone()
+                    parcel.aside = [one.clone() for one in self._data(parcel)]
 
-    def _data(self, parcel: _Parcel) -> Tensor:
-        """The parcel's bytes: where they lie, or packed."""
+    def _data(self, parcel: _Parcel) -> list[Tensor]:
+        """The parcel's bytes: where they lie, or, if the link cannot gather them, packed."""
         views = []
         for part in parcel.messages[0].parts:
             tensor = self._contents.tensors[part.key]
@@ -247,8 +249,9 @@ class Sender:
                 view = byte_view(tensor.contiguous())
                 assert view is not None
             views.append(view[part.start : part.stop])
-        data = views[0] if len(views) == 1 else torch.cat(views)
-        return data.to(self._device)
+        if len(views) > 1 and not self._link.gathers:
+            views = [torch.cat(views)]
+        return [view.to(self._device) for view in views]
 
 
 def _content(message: Message) -> object:

@@ -7,25 +7,21 @@ that a flipped bit in them is noticed as surely as one in the data.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sapwood.errors import CheckpointError
 
-__all__ = ["DEFAULT_ALGORITHM", "digest", "matches", "seal", "unseal"]
+__all__ = ["DEFAULT_ALGORITHM", "digest", "digest_of_row", "matches", "seal", "unseal"]
 
 
-def _blake2b(data: Any) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-_ALGORITHMS: dict[str, Callable[[Any], str]] = {"blake2b": _blake2b}
+_ALGORITHMS: dict[str, Callable[[], Any]] = {"blake2b": lambda: hashlib.blake2b(digest_size=8)}
 try:
     import xxhash
 except ModuleNotFoundError:
     pass
 else:
-    _ALGORITHMS["xxh3"] = lambda data: xxhash.xxh3_64_hexdigest(data)
+    _ALGORITHMS["xxh3"] = lambda: xxhash.xxh3_64()
 
 DEFAULT_ALGORITHM = "xxh3" if "xxh3" in _ALGORITHMS else "blake2b"
 
@@ -36,13 +32,21 @@ def digest(data: Any, algorithm: str = DEFAULT_ALGORITHM) -> str:
     Raises:
         CheckpointError: the algorithm is not available here.
     """
+    return digest_of_row([data], algorithm)
+
+
+def digest_of_row(pieces: Iterable[Any], algorithm: str = DEFAULT_ALGORITHM) -> str:
+    """The checksum of several pieces in a row, which is that of all of them in one."""
     try:
-        return _ALGORITHMS[algorithm](data)
+        found = _ALGORITHMS[algorithm]()
     except KeyError:
         raise CheckpointError(
             f"checksums of this checkpoint are {algorithm!r}, which is not available here; "
             "pip install 'sapwood[checkpoint]'"
         ) from None
+    for piece in pieces:
+        found.update(piece)
+    return str(found.hexdigest())
 
 
 def matches(data: Any, expected: str, algorithm: str) -> bool:

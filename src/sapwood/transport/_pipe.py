@@ -14,14 +14,17 @@ from collections import deque
 
 import numpy as np
 
-from sapwood.transport._message import Message
-from sapwood.transport._reads import ReadError, peer_process, read_memory
+from sapwood.transport._message import MOST_PIECES, Message
+from sapwood.transport._reads import ReadError, Span, peer_process, read_memory, spans_of
 from sapwood.transport._ring import SLOT_BYTES, SLOTS, Ring
 
 __all__ = ["Pipe"]
 
 _PACKET = struct.Struct("!BIqQI")  # kind, slot, tag, position, length
+_SPAN = struct.Struct("!QQ")
+_LONGEST = _PACKET.size + MOST_PIECES * _SPAN.size
 _WANT, _CHUNK, _FREE, _OFFER, _TAKEN = 1, 2, 3, 4, 5
+_NONE: list[Span] = []
 
 
 class Pipe:
@@ -77,7 +80,7 @@ class Pipe:
             if self._received:
                 return
             try:
-                packet = self.wire.recv(_PACKET.size)
+                packet = self.wire.recv(_LONGEST)
             except BlockingIOError:
                 return
             except ConnectionError:
@@ -88,7 +91,8 @@ class Pipe:
             if not packet:
                 self.fail(f"process {self._peer} is gone")
                 return
-            if len(packet) != _PACKET.size or not self._take(*_PACKET.unpack(packet)):
+            spans = list(_SPAN.iter_unpack(packet[_PACKET.size :])) if _whole(packet) else []
+            if not _whole(packet) or not self._take(spans, *_PACKET.unpack_from(packet)):
                 self.fail(f"process {self._peer} sent what is no packet of a link")
                 return
 
@@ -133,21 +137,24 @@ class Pipe:
             self.fail(f"message {message.tag}: {why}")
             return
         if self._is_read:
-            assert message.bytes is not None
-            self._tell(_OFFER, 0, message.tag, message.bytes.ctypes.data, message.length)
+            spans = spans_of(message.pieces)
+            self._tell(_OFFER, 0, message.tag, len(spans), message.length, spans)
             return
         self._unread[message.tag] = message.length
         self._ready.append(message)
 
     def _fill(self, message: Message, slot: int) -> None:
-        assert message.bytes is not None
         length = min(SLOT_BYTES, message.length - message.moved)
-        piece = message.bytes[message.moved : message.moved + length]
-        np.copyto(self._ours.slot(slot, length), piece)
+        memory, at = self._ours.slot(slot, length), 0
+        for part in message.parts(message.moved, length):
+            np.copyto(memory[at : at + len(part)], part)
+            at += len(part)
         self._tell(_CHUNK, slot, message.tag, message.moved, length)
         message.moved += length
 
-    def _take(self, kind: int, slot: int, tag: int, position: int, length: int) -> bool:
+    def _take(
+        self, spans: list[Span], kind: int, slot: int, tag: int, position: int, length: int
+    ) -> bool:
         if kind == _WANT:
             if (message := self._sends.get(tag)) is not None:
                 self._start(message, length)
@@ -155,7 +162,7 @@ class Pipe:
                 self._wanted[tag] = length
             return True
         if kind == _OFFER:
-            return self._read(tag, position, length)
+            return self._read(tag, length, spans)
         if kind == _TAKEN:
             return self._taken(tag)
         if slot >= SLOTS or length > SLOT_BYTES:
@@ -166,27 +173,30 @@ class Pipe:
 
     def _empty(self, slot: int, tag: int, position: int, length: int) -> bool:
         message = self._receives.get(tag)
-        if message is None or message.bytes is None or position + length > message.length:
+        if message is None or position + length > message.length:
             return False
         if message.done:  # whoever waited has given up, and its memory is not ours any more
             self.fail("a message was given up")
             return True
-        np.copyto(message.bytes[position : position + length], self._theirs.slot(slot, length))
+        memory, at = self._theirs.slot(slot, length), 0
+        for part in message.parts(position, length):
+            np.copyto(part, memory[at : at + len(part)])
+            at += len(part)
         message.moved += length
         self._tell(_FREE, slot, tag, position, length)
         if message.moved == message.length:
             self._received.append(self._receives.pop(tag))
         return True
 
-    def _read(self, tag: int, address: int, length: int) -> bool:
+    def _read(self, tag: int, length: int, spans: list[Span]) -> bool:
         message = self._receives.get(tag)
-        if message is None or message.bytes is None or length != message.length:
+        if message is None or not length == message.length == sum(size for _, size in spans):
             return False
         if message.done:
             self.fail("a message was given up")
             return True
         try:
-            read_memory(self._process, address, message.bytes)
+            read_memory(self._process, spans, spans_of(message.pieces))
         except ReadError as error:
             self.fail(f"process {self._peer} is gone: {error}")
             return True
@@ -214,8 +224,11 @@ class Pipe:
             message.finish()
         return True
 
-    def _tell(self, *packet: int) -> None:
-        self._packets.append(_PACKET.pack(*packet))
+    def _tell(
+        self, kind: int, slot: int, tag: int, position: int, length: int, spans: list[Span] = _NONE
+    ) -> None:
+        packet = _PACKET.pack(kind, slot, tag, position, length)
+        self._packets.append(packet + b"".join(_SPAN.pack(*span) for span in spans))
 
     def _flush(self) -> None:
         try:
@@ -231,3 +244,7 @@ class Pipe:
             message.release()
             message.finish()
         self._received = []
+
+
+def _whole(packet: bytes) -> bool:
+    return len(packet) >= _PACKET.size and (len(packet) - _PACKET.size) % _SPAN.size == 0

@@ -9,13 +9,12 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Set
 
-from torch import Tensor
-
 from sapwood.errors import TransportError
 from sapwood.transport._message import Message
 from sapwood.transport._pipe import Pipe
 from sapwood.transport._reads import Permission
 from sapwood.transport._ring import Ring
+from sapwood.transport.base import Data
 
 __all__ = ["Pump", "PumpLink"]
 
@@ -123,16 +122,18 @@ class Pump:
 class PumpLink:
     """One process's end of a transfer through shared memory."""
 
+    gathers = True
+
     def __init__(self, name: str, pump: Pump) -> None:
         """``name`` as in settings."""
         self.name = name
         self._pump = pump
 
-    def send(self, peer: int, tag: int, data: Tensor) -> Message:
+    def send(self, peer: int, tag: int, data: Data) -> Message:
         """Begin to send; done when the receiver has it."""
         return self._begin(peer, tag, data, send=True)
 
-    def recv(self, peer: int, tag: int, data: Tensor) -> Message:
+    def recv(self, peer: int, tag: int, data: Data) -> Message:
         """Begin to receive."""
         return self._begin(peer, tag, data, send=False)
 
@@ -140,7 +141,7 @@ class PumpLink:
         """End the thread, the connections and the memory."""
         self._pump.close()
 
-    def _begin(self, peer: int, tag: int, data: Tensor, *, send: bool) -> Message:
+    def _begin(self, peer: int, tag: int, data: Data, *, send: bool) -> Message:
         message = Message(self.name, peer, tag, data)
         message.expired = self._pump.stop
         if not message.done:

@@ -13,17 +13,22 @@ import secrets
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Permission", "ReadError", "peer_process", "probe", "read_memory"]
+__all__ = ["Permission", "ReadError", "Span", "peer_process", "probe", "read_memory", "spans_of"]
 
 _CREDENTIALS = struct.Struct("3i")
 _PLACE = struct.Struct("!Q")
 _SECRET_BYTES = 16
 _SET_PTRACER = 0x59616D61
 _ANYBODY = ctypes.c_ulong(-1)
+_MOST = 1024  # Linux takes no more pieces in one call
+
+Span = tuple[int, int]
+"""An address, and a number of bytes."""
 
 
 class ReadError(OSError):
@@ -66,23 +71,42 @@ def peer_process(wire: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-def read_memory(process: int, address: int, into: npt.NDArray[np.uint8]) -> None:
-    """Fill ``into`` from the memory of ``process``.
+def spans_of(pieces: Sequence[npt.NDArray[np.uint8]]) -> list[Span]:
+    """Where pieces of this process's memory are."""
+    return [(piece.ctypes.data, piece.nbytes) for piece in pieces if piece.nbytes]
+
+
+def read_memory(process: int, there: Sequence[Span], here: Sequence[Span]) -> None:
+    """Copy from the memory of ``process`` to as many bytes of ours, cut however.
 
     Raises:
         ReadError: it is gone, forbids it, or has no such memory.
     """
-    done = 0
-    while done < into.nbytes:
-        here = _Span(into.ctypes.data + done, into.nbytes - done)
-        there = _Span(address + done, into.nbytes - done)
+    while here:
+        ours, theirs = _vector(here), _vector(there)
         count = _libc.process_vm_readv(
-            process, ctypes.byref(here), 1, ctypes.byref(there), 1, ctypes.c_ulong(0)
+            process, ours, len(ours), theirs, len(theirs), ctypes.c_ulong(0)
         )
         if count <= 0:
             number = ctypes.get_errno()
             raise ReadError(number, f"cannot read process {process}: {os.strerror(number)}")
-        done += count
+        here, there = _after(here, count), _after(there, count)
+
+
+def _vector(spans: Sequence[Span]) -> ctypes.Array[_Span]:
+    some = spans[:_MOST]
+    return (_Span * len(some))(*some)
+
+
+def _after(spans: Sequence[Span], count: int) -> list[Span]:
+    """What is left behind ``count`` bytes."""
+    left = []
+    for start, length in spans:
+        done = min(count, length)
+        count -= done
+        if done < length:
+            left.append((start + done, length - done))
+    return left
 
 
 def probe(wire: socket.socket) -> bool:
@@ -92,7 +116,7 @@ def probe(wire: socket.socket) -> bool:
     (address,) = _PLACE.unpack(wire.recv(_PLACE.size))
     found = np.zeros(_SECRET_BYTES, np.uint8)
     try:
-        read_memory(peer_process(wire)[0], address, found)
+        read_memory(peer_process(wire)[0], [(address, len(found))], spans_of([found]))
     except ReadError:
         found[:] = 0
     wire.send(found.tobytes())

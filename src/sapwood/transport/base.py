@@ -9,14 +9,18 @@ A link is never used again after an error; whoever has one closes it and may ope
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from sapwood.runtime.stores import Store
 
-__all__ = ["Ends", "Link", "Opener", "Transfer"]
+__all__ = ["Data", "Ends", "Link", "Opener", "Transfer"]
+
+Data = Tensor | Sequence[Tensor]
+"""A message; several tensors only where a link gathers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +73,16 @@ class Link(Protocol):
         """As in settings and messages: gloo, memory, mpi, mooncake."""
         ...
 
-    def send(self, peer: int, tag: int, data: Tensor) -> Transfer:
-        """Begin to send; ``peer`` is a number of the other side."""
+    @property
+    def gathers(self) -> bool:
+        """Whether a message may be several tensors in a row, cut differently on either side."""
         ...
 
-    def recv(self, peer: int, tag: int, data: Tensor) -> Transfer:
+    def send(self, peer: int, tag: int, data: Any) -> Transfer:
+        """Begin to send ``Data``; ``peer`` is a number of the other side."""
+        ...
+
+    def recv(self, peer: int, tag: int, data: Any) -> Transfer:
         """Begin to receive."""
         ...
 

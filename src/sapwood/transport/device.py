@@ -23,6 +23,8 @@ def one_gpu_each(hosts: Sequence[str], devices: Sequence[str]) -> bool:
 class StagedLink:
     """A link whose tensors go through CPU memory, pinned where there is a GPU."""
 
+    gathers = False
+
     def __init__(self, link: Link) -> None:
         """``link`` carries CPU memory; it is closed with this one."""
         self._link = link

@@ -35,6 +35,7 @@ class GlooLink:
     """One end of a disposable gloo group."""
 
     name = "gloo"
+    gathers = False
 
     def __init__(
         self, group: Any, control: Control, addresses: frozenset[_sockets.Address]

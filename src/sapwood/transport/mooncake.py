@@ -35,6 +35,7 @@ class MooncakeLink:
     """One process's end: an engine of its own, a thread that writes, and the control wires."""
 
     name = "mooncake"
+    gathers = False
 
     def __init__(self, engine: Any, control: Control) -> None:
         """Take both; ``control.facts`` are the sessions of all processes."""

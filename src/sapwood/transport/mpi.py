@@ -37,6 +37,7 @@ class MpiLink:
     """One process's end: a communicator per peer, and the thread that makes MPI move on."""
 
     name = "mpi"
+    gathers = False
 
     def __init__(self, comms: dict[int, Any], control: Control) -> None:
         """Take both; the control wires only tell who is gone."""

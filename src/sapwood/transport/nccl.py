@@ -29,6 +29,8 @@ _Key = tuple[int, int]
 class OrderedLink:
     """A link on a process group that matches messages by their order."""
 
+    gathers = False
+
     def __init__(self, name: str, group: Any, control: Control, abort: Callable[[], None]) -> None:
         """``abort`` ends what the group has under way."""
         self.name = name

@@ -30,14 +30,17 @@ from sapwood.testing.transport.meeting import Meeting
 from sapwood.testing.transport.moving import (
     give_by_threads,
     give_many,
+    give_rows,
     give_sizes,
     take_by_threads,
     take_many,
+    take_rows,
     take_sizes,
 )
 from sapwood.transport.base import Opener
 
 __all__ = [
+    "check_gathers",
     "check_late_peer",
     "check_lost_donor",
     "check_lost_peer",
@@ -59,6 +62,11 @@ def check_moves_bytes(opener: Opener, donors: int, receivers: int, timeout: floa
 def check_ways_of_posting(opener: Opener, timeout: float = 60.0) -> None:
     """Many messages at once, in any order, before and after the other side, and both ways."""
     _both(opener, give_many, take_many, 1, 1, timeout)
+
+
+def check_gathers(opener: Opener, timeout: float = 60.0) -> None:
+    """Several tensors are one message, cut differently on either side; for links that gather."""
+    _both(opener, give_rows, take_rows, 1, 1, timeout)
 
 
 def check_threads(opener: Opener, timeout: float = 60.0) -> None:

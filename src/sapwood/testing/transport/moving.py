@@ -22,9 +22,11 @@ from sapwood.testing.transport.meeting import (
 __all__ = [
     "give_by_threads",
     "give_many",
+    "give_rows",
     "give_sizes",
     "take_by_threads",
     "take_many",
+    "take_rows",
     "take_sizes",
 ]
 
@@ -57,6 +59,34 @@ def take_sizes(meeting: Meeting) -> None:
 
 
 _MANY = 300
+
+
+CUTS = ((0, 5, 5, 70_000, 2_000_000), (1, 4096, 1_500_000, 2_000_000), (2_000_000,))
+"""Where the same message is cut into pieces, on one side and the other."""
+
+
+def give_rows(meeting: Meeting) -> None:
+    with closing(meeting.open("rows")) as link:
+        peer = meeting.peers[0]
+        under_way = []
+        for tag, cuts in enumerate(CUTS):
+            whole = content(tag, CUTS[0][-1])
+            under_way.append(link.send(peer, tag, _pieces(whole, cuts)))
+        settle(under_way)
+
+
+def take_rows(meeting: Meeting) -> None:
+    with closing(meeting.open("rows")) as link:
+        peer = meeting.peers[0]
+        found = [torch.zeros(CUTS[0][-1], dtype=torch.uint8) for _ in CUTS]
+        cuts = (CUTS[1], CUTS[0], CUTS[0])
+        settle([link.recv(peer, tag, _pieces(found[tag], cuts[tag])) for tag in range(len(CUTS))])
+        for tag, whole in enumerate(found):
+            assert torch.equal(whole, content(tag, len(whole))), f"message {tag} is not what it was"
+
+
+def _pieces(whole: torch.Tensor, cuts: tuple[int, ...]) -> list[torch.Tensor]:
+    return [whole[start:stop] for start, stop in zip((0, *cuts), cuts, strict=False)]
 
 
 def give_many(meeting: Meeting) -> None:
