@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from sapwood.data import Batch, LmdbReader, Reuse, memory
+from sapwood.data import Batch, LmdbReader, Reuse, memory, open_index
 from sapwood.data.engines.ring import Cache, Ring
+from sapwood.data.source import Source
 from sapwood.data.stats import Recorder
 from sapwood.errors import ConfigError, DataError, UsageError
 from sapwood.testing import ranks
@@ -471,3 +472,23 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         LmdbReader(tmp_path / "none", 10)
     with pytest.raises(DataError, match="cannot be opened"):
         LmdbReader(tmp_path / "missing", 10)
+
+
+def test_asking_whether_a_file_is_in_memory_does_not_bring_it_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.mdb"
+    plain(path, numbered(8000, lambda n: 3000), commit=4000)
+    source = Source(open_index(path))
+    drop(path)
+    if source.resident() > 0.1:
+        pytest.skip("this file system keeps all files in memory")
+    drop(path)
+    assert [source.resident() < 0.1 for _ in range(5)] == [True] * 5
+    path.read_bytes()
+    assert source.resident() == 1
+    source.close()
+
+
+def drop(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -167,15 +167,22 @@ class Source:
             os.posix_fadvise(self.fd, low, high - low, os.POSIX_FADV_WILLNEED)
 
     def resident(self, probes: int = 64) -> float:
-        """About which part of the file is in the page cache."""
+        """About which part of the file is in the page cache.
+
+        A page that is not there is fetched for having been asked for, with others after it unless
+        that is forbidden; and it must not be asked for again, by this process or another.
+        """
         found, byte = 0, bytearray(1)
-        for at in np.linspace(0, self.size - 1, probes, dtype=np.int64).tolist():
-            try:
-                found += os.preadv(self.fd, [byte], at, os.RWF_NOWAIT)
-            except BlockingIOError:
-                continue
-            except OSError:  # a file system that cannot tell
-                return 0.0
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            for at in np.random.default_rng().integers(self.size, size=probes).tolist():
+                with suppress(BlockingIOError):
+                    found += os.preadv(fd, [byte], at, os.RWF_NOWAIT)
+        except OSError:  # a file system that cannot tell
+            return 0.0
+        finally:
+            os.close(fd)
         return found / probes
 
     def close(self) -> None:
