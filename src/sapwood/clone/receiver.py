@@ -127,29 +127,38 @@ class Receiver:
         self._link = link = open_link(
             manifest.transport, session.raw, ends, devices=manifest.devices
         )
+        coming = self._post_messages(link)
+        for donor in range(manifest.donors):
+            size = size_of_digests(len(self.plan.sent_by(donor)), manifest.algorithm)
+            marks = self.arrival.empty(size)
+            self._checks.append((donor, marks, link.recv(donor, self.plan.checks_tag, marks)))
+        extras = []
+        for donor in self._donors_of_extras:
+            self._slots[donor] = slot = self.arrival.empty(SLOT)
+            extras.append(link.recv(donor, self.plan.extras_tag, slot))
+        passed = self._post_passed()
+        self._start("sapwood-clone-receive", lambda: self._receive(coming))
+        self._start("sapwood-clone-extras", lambda: self._receive_extras(extras))
+        if passed:
+            self._start("sapwood-clone-relay", lambda: self._receive_passed(passed))
+
+    def _post_messages(self, link: Link) -> list[tuple[Message, list[Tensor], Transfer]]:
+        """What the donors send to this clone."""
         coming = []
         for message in self._mine:
             data = self.arrival.place_for(message, gathers=link.gathers)
             given = data if link.gathers else data[0]
             coming.append((message, data, link.recv(message.donor, message.tag, given)))
-        for donor in range(manifest.donors):
-            count = len(self.plan.sent_by(donor))
-            size = size_of_digests(count, manifest.algorithm)
-            data = self.arrival.empty(size)
-            self._checks.append((donor, data, link.recv(donor, self.plan.checks_tag, data)))
-        extras = []
-        for donor in self._donors_of_extras:
-            self._slots[donor] = data = self.arrival.empty(SLOT)
-            extras.append(link.recv(donor, self.plan.extras_tag, data))
+        return coming
+
+    def _post_passed(self) -> list[tuple[Message, Tensor, Any]]:
+        """What other clones pass on."""
         passed = []
         for message in self._others:
             (data,) = self.arrival.place_for(message, gathers=False)
             work = dist.irecv(data, message.clone, group=self._among, tag=message.tag)
             passed.append((message, data, work))
-        self._start("sapwood-clone-receive", lambda: self._receive(coming))
-        self._start("sapwood-clone-extras", lambda: self._receive_extras(extras))
-        if passed:
-            self._start("sapwood-clone-relay", lambda: self._receive_passed(passed))
+        return passed
 
     def _wait_for_step(self, session: Session, order: ForkOrder) -> ForkedFrom:
         patience = math.inf if order.standby else self._settings.step_timeout

@@ -94,7 +94,7 @@ def read_memory(process: int, there: Sequence[Span], here: Sequence[Span]) -> No
 
 
 def _vector(spans: Sequence[Span]) -> ctypes.Array[_Span]:
-    some = spans[:_MOST]
+    some = [_Span(start, length) for start, length in spans[:_MOST]]
     return (_Span * len(some))(*some)
 
 
