@@ -29,7 +29,7 @@ def test_all_ways_are_measured(tmp_path: Path, shuffle) -> None:
         assert (rows[-1].samples, rows[-1].of_disk) == (None, 1.0)
     assert False in {row.cold for row in found.rows}
     assert len(found.notes) == 2 - len({row.cold for row in found.rows})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.mdb", "tmp"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.mdb"]
 
 
 def test_a_named_database_whose_keys_have_several_values(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def values(path: Path, name: str | None = None) -> list[bytes]:
 
 
 def only(folder: Path, *names: str) -> None:
-    assert sorted(p.name for p in folder.iterdir()) == sorted(["tmp", *names])
+    assert sorted(p.name for p in folder.iterdir()) == sorted(names)
 
 
 # -- image folders ------------------------------------------------------------------------------
