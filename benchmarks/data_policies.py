@@ -12,8 +12,8 @@ from typing import Any
 
 from contenders.data_costs import Answers, policy_metrics
 from contenders.data_session import DataSession
+from contenders.data_terms import COSTS, FULL_SIZES, QUICK_SIZES, RAW_DISK, TURNS
 from core import Benchmark, Case, Contender, Metric, Plan, Target, main
-from data_read import KB3, KB190
 
 STEPS = ("auto", "lmdb", "lmm", "lmm-dm", "dio", "prov", "coal", "stag", "raw disk")
 SHUFFLING = {
@@ -55,29 +55,10 @@ CONTENDERS = (
         Contender(name=name, role=ROLES.get(name, "variant"), note=note)
         for name, note in NOTES.items()
     ),
-    Contender(
-        name="raw disk",
-        role="limit",
-        note="O_DIRECT reads of the whole LMDB file, 1 MiB each, 2 threads for each rank",
-    ),
+    RAW_DISK,
 )
 METRICS = (
-    Metric(
-        name="rate",
-        unit="1000 records/s",
-        better="higher",
-        meaning="records all ranks got, by the time of the slowest, files being opened in it",
-        ratios=True,
-    ),
-    Metric(name="bytes", unit="MB/s", better="higher", digits=0, meaning="of records"),
-    Metric(name="cpu", unit="s/GB", digits=2, meaning="CPU of all ranks, for a GB of records"),
-    Metric(
-        name="memory",
-        unit="MiB",
-        digits=0,
-        meaning="most that a rank held beyond the start, in an untimed epoch; page cache not "
-        "counted",
-    ),
+    *COSTS,
     Metric(name="read", unit="x", digits=2, meaning="bytes asked of the file for each of records"),
     Metric(
         name="request", unit="KiB", digits=0, better="higher", meaning="of the file, on average"
@@ -87,8 +68,7 @@ METRICS = (
     Metric(name="missed", unit="%", meaning="pages that were not guessed, of those needed"),
     Metric(name="redundant", unit="%", meaning="pages that were guessed in vain, of those needed"),
     Metric(name="score", unit="", digits=3, better="higher", meaning="of the shuffle, 1 is global"),
-    Metric(name="first", unit="ms", digits=0, meaning="until the slowest rank had its first batch"),
-    Metric(name="part", unit="%", digits=0, better="higher", meaning="of an epoch, read in a turn"),
+    *TURNS,
 )
 TARGETS = (
     Target(text="auto ahead of the cursor", metric="rate", at="least", bound=1),
@@ -109,7 +89,7 @@ QUICK = Plan(
     min_rounds=2,
     max_rounds=2,
     options={
-        "sizes": {"3kb": {"count": 10_000, **KB3}, "190kb": {"count": 300, **KB190}},
+        "sizes": QUICK_SIZES,
         "seconds": 0.7,
         "steady_seconds": 0.5,
         "timeout": 60,
@@ -127,7 +107,7 @@ FULL = Plan(
     min_rounds=3,
     max_rounds=3,
     options={
-        "sizes": {"3kb": {"count": 100_000, **KB3}, "190kb": {"count": 3_000, **KB190}},
+        "sizes": FULL_SIZES,
         "seconds": 2.0,
         "steady_seconds": 1.0,
         "timeout": 120,

@@ -13,17 +13,13 @@ from typing import Any
 
 from contenders.data_index import index_seconds
 from contenders.data_session import DataSession, read_ahead
+from contenders.data_terms import COSTS, FULL_SIZES, QUICK_SIZES, RAW_DISK, TURNS
 from core import Benchmark, Case, Contender, Extra, Metric, Plan, Target, main
 
 LMDB = ("py-lmdb", "py-lmdb 2 workers")
 PLAIN = ("py-lmdb no readahead", "py-lmdb 2 workers no readahead")
 NOT_GLOBAL = ("webdataset", "litdata", "sapwood ring")
 """Those that cannot, and the ring, which would read a chunk for almost every record."""
-# A batch is of all ranks together.
-KB3 = {"nbytes": 3 * 1024, "batch": 256}
-KB190 = {"nbytes": 190 * 1024, "batch": 32}
-
-
 ONE_RANK = {
     "3kb": ("cold none", "cold shuffled", "cold global", "warm shuffled", "warm global"),
     "190kb": ("cold none", "cold shuffled", "warm global"),
@@ -121,11 +117,7 @@ CONTENDERS = (
         note="ArrayRecord, group_size 1, uncompressed; batches looked up at once by 4 threads; "
         "shuffled is global",
     ),
-    Contender(
-        name="raw disk",
-        role="limit",
-        note="O_DIRECT reads of the whole LMDB file, 1 MiB each, 2 threads for each rank; cold",
-    ),
+    RAW_DISK,
     Contender(
         name="page cache",
         role="limit",
@@ -133,26 +125,8 @@ CONTENDERS = (
     ),
 )
 METRICS = (
-    Metric(
-        name="rate",
-        unit="1000 records/s",
-        better="higher",
-        meaning="records all ranks got, by the time of the slowest, files being opened in it",
-        ratios=True,
-    ),
-    Metric(name="bytes", unit="MB/s", better="higher", digits=0, meaning="of records"),
-    Metric(
-        name="cpu", unit="s/GB", digits=2, meaning="CPU of all ranks and workers, for a GB of them"
-    ),
-    Metric(
-        name="memory",
-        unit="MiB",
-        digits=0,
-        meaning="most that a rank and its workers held beyond the start, in an untimed epoch; "
-        "anonymous and shared memory, page cache not counted",
-    ),
-    Metric(name="first", unit="ms", digits=0, meaning="until the slowest rank had its first batch"),
-    Metric(name="part", unit="%", digits=0, better="higher", meaning="of an epoch, read in a turn"),
+    *COSTS,
+    *TURNS,
     Metric(
         name="index",
         unit="s",
@@ -240,7 +214,7 @@ QUICK = Plan(
     min_rounds=2,
     max_rounds=2,
     options={
-        "sizes": {"3kb": {"count": 10_000, **KB3}, "190kb": {"count": 300, **KB190}},
+        "sizes": QUICK_SIZES,
         "seconds": 1.0,
         "steady_seconds": 0.5,
         "timeout": 60,
@@ -258,7 +232,7 @@ FULL = Plan(
     min_rounds=3,
     max_rounds=3,
     options={
-        "sizes": {"3kb": {"count": 100_000, **KB3}, "190kb": {"count": 3_000, **KB190}},
+        "sizes": FULL_SIZES,
         "seconds": 3.0,
         "steady_seconds": 1.0,
         "timeout": 120,

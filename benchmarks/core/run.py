@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +16,16 @@ from .ranks import RankFailed
 Report = Callable[[str], None]
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """Another contender begins each round: being first after a pause is an advantage or a cost."""
-    shift = turn % len(names)
-    return [*names[shift:], *names[:shift]]
+def mixed(names: Sequence[str], turn: int) -> list[str]:
+    """Another contender begins each round, and the others follow in another order.
+
+    Being first after a pause is an advantage or a cost, and so is whom one comes after: memory that
+    a process has just freed is cheaper to touch than memory the machine must find.
+    """
+    first = names[turn % len(names)]
+    others = [name for name in names if name != first]
+    random.Random(turn).shuffle(others)
+    return [first, *others]
 
 
 def enough(done: int, elapsed: float, plan: Plan) -> bool:
@@ -34,7 +41,7 @@ def run_rounds(
     started = time.monotonic()
     while not enough(len(rounds), time.monotonic() - started, plan):
         measured: Round = {}
-        for name in rotated(names, len(rounds)):
+        for name in mixed(names, len(rounds)):
             report(f"round {len(rounds) + 1}: {name}")
             measured[name] = dict(session.measure(name))
         benchmark.derive(measured)

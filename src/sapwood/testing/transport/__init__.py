@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 Work = Callable[..., Any]
+_DONOR, _RECEIVER = 0, 1
 
 
 def check_moves_bytes(opener: Opener, donors: int, receivers: int, timeout: float = 60.0) -> None:
@@ -82,29 +83,17 @@ def check_late_peer(opener: Opener, timeout: float = 60.0) -> None:
 
 def check_lost_peer(opener: Opener, timeout: float = 60.0) -> None:
     """A peer killed in the middle fails the other side's messages soon, and only those."""
-    with _groups(opener, 1, 1, survive, stall) as (donors, receivers):
-        donors.wait_mark("under way", 0, timeout)
-        receivers.wait_mark("under way", 0, timeout)
-        receivers.kill(0, signal.SIGKILL)
-        _finish(donors, timeout)
+    _hurt(opener, survive, stall, _RECEIVER, signal.SIGKILL, timeout)
 
 
 def check_lost_donor(opener: Opener, timeout: float = 60.0) -> None:
     """A donor killed in the middle fails the messages that are awaited, soon."""
-    with _groups(opener, 1, 1, pour, run_dry) as (donors, receivers):
-        donors.wait_mark("under way", 0, timeout)
-        receivers.wait_mark("under way", 0, timeout)
-        donors.kill(0, signal.SIGKILL)
-        _finish(receivers, timeout)
+    _hurt(opener, pour, run_dry, _DONOR, signal.SIGKILL, timeout)
 
 
 def check_stopped_peer(opener: Opener, timeout: float = 60.0) -> None:
     """A stopped peer costs the wait's timeout, no more; ``close`` returns at once."""
-    with _groups(opener, 1, 1, give_up, stall) as (donors, receivers):
-        receivers.wait_mark("under way", 0, timeout)
-        receivers.kill(0, signal.SIGSTOP)
-        donors.wait_mark("under way", 0, timeout)
-        _finish(donors, timeout)
+    _hurt(opener, give_up, stall, _RECEIVER, signal.SIGSTOP, timeout)
 
 
 def check_no_leftovers(opener: Opener, timeout: float = 60.0) -> None:
@@ -118,6 +107,17 @@ def _both(
     with _groups(opener, donors, receivers, give, take) as (first, second):
         _finish(first, timeout)
         _finish(second, timeout)
+
+
+def _hurt(
+    opener: Opener, give: Work, take: Work, victim: int, how: signal.Signals, timeout: float
+) -> None:
+    """Kill or stop one of the two while messages are under way; the other must end well."""
+    with _groups(opener, 1, 1, give, take) as sides:
+        for side in sides:
+            side.wait_mark("under way", 0, timeout)
+        sides[victim].kill(0, how)
+        _finish(sides[1 - victim], timeout)
 
 
 def _finish(group: ranks.Group, timeout: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from sapwood.errors import TransportError
 from sapwood.testing import ranks
 from sapwood.testing.transport.meeting import BIG, PATIENT, SOON, Meeting, content, fails
-from sapwood.transport.base import Link
+from sapwood.transport.base import Link, Transfer
 
 __all__ = ["come_alone", "count_leftovers", "give_up", "pour", "run_dry", "stall", "survive"]
 
@@ -30,10 +31,18 @@ def come_alone(meeting: Meeting) -> None:
 
 def stall(meeting: Meeting) -> None:
     """Take message after message, until something is done to this process."""
-    link = meeting.open("stall")
+    _go_on(meeting, meeting.open("stall").recv)
+
+
+def pour(meeting: Meeting) -> None:
+    """Send message after message, until something is done to this process."""
+    _go_on(meeting, meeting.open("pour").send)
+
+
+def _go_on(meeting: Meeting, act: Callable[..., Transfer]) -> None:
     data = torch.zeros(BIG, dtype=torch.uint8)
     for tag in range(10, 10_000):
-        link.recv(meeting.peers[0], tag, data).wait(PATIENT)
+        act(meeting.peers[0], tag, data).wait(PATIENT)
         if tag == 12:
             ranks.mark("under way")
 
@@ -63,16 +72,6 @@ def survive(meeting: Meeting) -> None:
     _close_quickly(link)
     # Another try is alone by now, and must end as such a one does.
     fails(lambda: meeting.open("again", timeout=0.5), PATIENT / 3)
-
-
-def pour(meeting: Meeting) -> None:
-    """Send message after message, until something is done to this process."""
-    link = meeting.open("pour")
-    data = torch.zeros(BIG, dtype=torch.uint8)
-    for tag in range(10, 10_000):
-        link.send(meeting.peers[0], tag, data).wait(PATIENT)
-        if tag == 12:
-            ranks.mark("under way")
 
 
 def run_dry(meeting: Meeting) -> None:
