@@ -63,8 +63,8 @@ CONTENDERS = (
     Contender(
         name="sapwood",
         role="ours",
-        note="LmdbReader, policy auto: the files fit into memory here, so it reads them through "
-        "the page cache; shuffled is the window shuffle of 64 MiB",
+        note="LmdbReader, policy auto: past the page cache if the file is not in it, but through "
+        "it for a global shuffle; shuffled is the window shuffle of 64 MiB",
     ),
     Contender(
         name="sapwood ring",

@@ -69,16 +69,24 @@ class Loader(Tensors, Reading):
 
     readahead = True
     workers = 0
+    loader: DataLoader[torch.Tensor] | None = None
 
     def batches(self) -> Iterator[Any]:
-        records = Samples(self.task, readahead=self.readahead)
-        yield from DataLoader(
-            records,
-            self.task.part,
-            sampler=sampler_of(self.task, records),
-            num_workers=self.workers,
-            prefetch_factor=4 if self.workers else None,
-        )
+        if self.loader is None:
+            records = Samples(self.task, readahead=self.readahead)
+            self.loader = DataLoader(
+                records,
+                self.task.part,
+                sampler=sampler_of(self.task, records),
+                num_workers=self.workers,
+                prefetch_factor=4 if self.workers else None,
+                persistent_workers=self.workers > 0,
+            )
+        self.loader.sampler.set_epoch(self.task.epoch)  # type: ignore[attr-defined]
+        yield from self.loader
+
+    def close(self) -> None:
+        self.loader = None
 
 
 class LoaderWorkers(Loader):
@@ -93,28 +101,41 @@ class LoaderWorkersPlain(LoaderWorkers):
     readahead = False
 
 
-class LoaderLean(Reading):
+class Lookups(Reading):
+    """Batches looked up at once, in an environment that stays open."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.looked_up = Records(task, readahead=True)
+
+    def sampler(self) -> Sampler[int]:
+        return sampler_of(self.task, self.looked_up)
+
+    def parts(self) -> BatchSampler:
+        if self.looked_up.env is None:  # before threads would all open it
+            self.looked_up.open()
+        return BatchSampler(self.sampler(), self.task.part, drop_last=False)
+
+
+class LoaderLean(Lookups):
     """As little as can be done with py-lmdb: no tensors, a transaction for a batch, no workers."""
 
     def batches(self) -> Iterator[Any]:
-        records = Records(self.task, readahead=True)
-        sampler = sampler_of(self.task, records)
-        yield from DataLoader(records, self.task.part, sampler=sampler, collate_fn=as_is)
+        yield from DataLoader(
+            self.looked_up, self.task.part, sampler=self.sampler(), collate_fn=as_is
+        )
 
 
-class Torchdata(Reading):
+class Torchdata(Lookups):
     """Its nodes: a batch sampler, and threads that read batches."""
 
     def batches(self) -> Iterator[Any]:
         from torchdata.nodes import Loader as NodeLoader
         from torchdata.nodes import ParallelMapper, SamplerWrapper
 
-        records = Records(self.task, readahead=True)
-        records.open()
-        sampler = BatchSampler(sampler_of(self.task, records), self.task.part, drop_last=False)
         mapper = ParallelMapper(
-            SamplerWrapper(sampler),
-            map_fn=records.__getitems__,
+            SamplerWrapper(self.parts()),
+            map_fn=self.looked_up.__getitems__,
             num_workers=THREADS,
             method="thread",
             in_order=True,

@@ -24,10 +24,14 @@ class Sapwood(Reading):
         self.reader: LmdbReader | None = None
 
     def batches(self) -> Iterator[Batch]:
-        self.reader = self.open()
+        if self.reader is None:
+            self.reader = self.open()
         self.reader.set_epoch(self.task.epoch)
         yield from self.reader
-        self.reader.close()
+
+    def close(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
 
     def open(self) -> LmdbReader:
         task = self.task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,17 @@ class Reading(ABC):
 
     @abstractmethod
     def batches(self) -> Iterator[Any]:
-        """This rank's records of one epoch, in memory of this process; ends whatever it started."""
+        """This rank's records of one epoch, in memory of this process.
+
+        What is opened may stay open for the next one.
+        """
+
+    def go_on(self) -> None:
+        """To the next epoch."""
+        self.task = replace(self.task, epoch=self.task.epoch + 1)
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """End whatever was started."""
 
     def count(self, batch: Any) -> int:
         return len(batch)

@@ -115,7 +115,9 @@ class DataSession:
             contender=name,
             cache=cache,
             epoch=next(self.epochs),
-            seconds=self.options["steady_seconds" if name in STEADY else "seconds"],
+            seconds=self.options[
+                "steady_seconds" if name in STEADY or cache == "warm" else "seconds"
+            ],
             check=check,
         )
         if self.excluded(name, error_in(answers)):

@@ -7,9 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler
-
-from .data_lmdb import THREADS, Records, as_is, sampler_of
+from .data_lmdb import THREADS, Lookups, as_is
 from .data_reading import Reading, Task
 
 BUFFER = 1000
@@ -77,19 +75,16 @@ class SpdlTar(Reading):
         return [found[at : at + part] for at in range(0, len(found), part)]
 
 
-class SpdlLmdb(Reading):
+class SpdlLmdb(Lookups):
     """LMDB, for a global shuffle: threads that look up batches of keys."""
 
     def batches(self) -> Iterator[Any]:
         from spdl.pipeline import PipelineBuilder
 
-        records = Records(self.task, readahead=True)
-        records.open()
-        sampler = BatchSampler(sampler_of(self.task, records), self.task.part, drop_last=False)
         pipeline = (
             PipelineBuilder()
-            .add_source(list(sampler))
-            .pipe(records.__getitems__, concurrency=THREADS)
+            .add_source(list(self.parts()))
+            .pipe(self.looked_up.__getitems__, concurrency=THREADS)
             .add_sink(THREADS)
             .build(num_threads=THREADS)
         )
@@ -105,17 +100,23 @@ class Litdata(Reading):
     """Chunks, read where they are; shuffled by chunks, and inside of each."""
 
     format = "litdata"
+    loader: Any = None
 
     def batches(self) -> Iterator[Any]:
         from litdata import StreamingDataLoader, StreamingDataset
 
         task = self.task
-        records = StreamingDataset(
-            str(task.folder / "litdata"), shuffle=task.shuffles, drop_last=False, seed=task.epoch
-        )
-        yield from StreamingDataLoader(
-            records, batch_size=task.part, num_workers=0, collate_fn=as_is
-        )
+        if self.loader is None:
+            records = StreamingDataset(
+                str(task.folder / "litdata"),
+                shuffle=task.shuffles,
+                drop_last=False,
+                seed=task.epoch,
+            )
+            self.loader = StreamingDataLoader(
+                records, batch_size=task.part, num_workers=0, collate_fn=as_is
+            )
+        yield from self.loader  # it counts its epochs itself
 
 
 class Grain(Reading):
@@ -125,21 +126,23 @@ class Grain(Reading):
     """
 
     format = "array_record"
+    source: Any = None
 
     def batches(self) -> Iterator[Any]:
         import grain
 
         task = self.task
-        source = grain.sources.ArrayRecordDataSource(
-            str(task.folder / "array_record" / "data.array_record")
-        )
+        if self.source is None:
+            self.source = grain.sources.ArrayRecordDataSource(
+                str(task.folder / "array_record" / "data.array_record")
+            )
         numbers = grain.MapDataset.range(task.count)
         if task.shuffles:
             numbers = numbers.shuffle(seed=task.epoch)
         yield from (
             numbers[task.rank :: task.world]
             .batch(task.part, batch_fn=list)
-            .map(source.__getitems__)
+            .map(self.source.__getitems__)
             .to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=8))
         )
 

@@ -19,7 +19,8 @@ COSTS = (
         name="rate",
         unit="1000 records/s",
         better="higher",
-        meaning="records all ranks got, by the time of the slowest, files being opened in it",
+        meaning="records all ranks got, by the time of the slowest, files being opened in it; one "
+        "epoch from disk, and from memory as many as a second is enough for",
         ratios=True,
     ),
     Metric(name="bytes", unit="MB/s", better="higher", digits=0, meaning="of records"),

@@ -90,7 +90,7 @@ sys.path.insert(0, sys.argv[1])
 from contenders.data_session import DataSession
 names = json.loads(sys.argv[2])
 options = {"sizes": {"small": {"count": 500, "nbytes": 3072, "batch": 64}}}
-options |= {"seconds": 9.0, "steady_seconds": 9.0, "timeout": 80}
+options |= {"seconds": 9.0, "steady_seconds": 0.3, "timeout": 80}
 case = {"records": "small", "cache": "warm", "order": "shuffled", "ranks": 1}
 session = DataSession(case, names, options)
 try:
@@ -110,6 +110,7 @@ def test_records_are_read_checked_and_measured() -> None:
     assert extra["failed_checks"] == []
     assert extra["facts"] == {}
     assert set(extra["samples"]) == {"sapwood", "py-lmdb 2 workers"}
+    assert measured["page cache"]["part"] % 100 == 0  # whole epochs, as it gives no less
     for found in measured.values():
-        assert found["part"] == 100
+        assert found["part"] > 0
         assert found["rate"] > 0

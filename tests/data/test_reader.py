@@ -217,6 +217,28 @@ def test_reading_ahead_reads_everything_about_once(folder: Path) -> None:
         assert max(stats.sizes) <= 131_072
 
 
+@pytest.mark.parametrize(("kind", "world"), [("one page", 4), ("large", 3), ("mixed", 2)])
+def test_ranks_in_the_order_of_keys_read_their_own_only(
+    tmp_path: Path, kind: str, world: int
+) -> None:
+    plain(tmp_path / "db", numbered(300, KINDS[kind]))
+    expected = reference(tmp_path / "db")
+    seen, read, useful = [], 0, 0
+    for rank in range(world):
+        reader = LmdbReader(
+            tmp_path / "db", 50, shuffle="none", policy="coal", rank=rank, world=world, epochs=2
+        )
+        for batch in reader:
+            check(batch, expected)
+            seen += batch.index.tolist()
+        stats = reader.stats()
+        read, useful = read + stats.bytes_read, useful + stats.bytes_useful
+        reader.close()
+    assert sorted(seen) == sorted(2 * list(range(300)))
+    # Pages hold more than records, and a part of a batch need not begin with one.
+    assert read <= 1.5 * useful + 2 * 6 * world * 2 * 4096
+
+
 def indices(reader: LmdbReader) -> list[list[int]]:
     return [batch.index.tolist() for batch in reader]
 

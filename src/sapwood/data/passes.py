@@ -44,6 +44,9 @@ class Plan:
 
     index: Index
     chunks: Chunks
+    """Of the order."""
+    reads: Chunks
+    """What is read at once."""
     order: Order
     policy: str
     settings: EngineSettings
@@ -105,7 +108,7 @@ class Pass:
         job = Job(
             source=self._source,
             index=plan.index,
-            chunks=plan.chunks,
+            chunks=plan.reads,
             settings=plan.settings,
             recorder=self._recorder,
             uses=plan.order.spec.factor,

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sapwood.data.batch import Batch
 from sapwood.data.engines import POLICIES, SHARED, EngineSettings, Policy
 from sapwood.data.engines.base import MIB
@@ -115,9 +117,11 @@ class ReaderSettings:
         if not len(index):
             raise _no_records(index)
         chunks = Chunks.of(index.offsets, index.lengths, self.chunk or _chunk_bytes(index))
+        node = self.node if self.share or self.policy in SHARED else Node()
         return Plan(
             index=index,
             chunks=chunks,
+            reads=self._reads(index, chunks, node),
             order=Order(self._spec(chunks), chunks),
             policy=self.policy,
             settings=EngineSettings(
@@ -130,21 +134,33 @@ class ReaderSettings:
             decode=self.decode,
             rank=self.rank,
             world=self.world,
-            node=self.node if self.share or self.policy in SHARED else Node(),
+            node=node,
         )
+
+    def _reads(self, index: Index, chunks: Chunks, node: Node) -> Chunks:
+        """What is read at once: chunks, unless other readers need the most of each."""
+        number, readers = self.rank // node.members, -(-self.world // node.members)
+        if self.shuffle != "none" or readers == 1 or not chunks.in_order:
+            return chunks
+        first, last = (
+            min(one * node.members, self.world) * self.batch_size // self.world
+            for one in (number, number + 1)
+        )
+        row = np.arange(len(index)) % self.batch_size
+        mine = (row >= first) & (row < last)
+        return Chunks.of(index.offsets, index.lengths, chunks.nbytes, ends=mine[1:] != mine[:-1])
 
     def _spec(self, chunks: Chunks) -> OrderSpec:
         apart = self.shuffle in ("window", "reuse")
         streams = min(self.streams, self.batch_size) if apart else 1
         reuse = Reuse(factor=1) if self.shuffle != "reuse" else self.reuse or Reuse()
-        each = max(float((chunks.high - chunks.low).sum()) / max(len(chunks.records), 1), 1.0)
         return OrderSpec(
             batch=self.batch_size,
             shuffle=self.shuffle,
             seed=self.seed,
             tail=self.tail,
             streams=streams,
-            window=max(int(self.window / streams / each), 1) if apart else 1,
+            window=max(int(self.window / streams / chunks.each), 1) if apart else 1,
             factor=reuse.factor,
             scope=reuse.scope,
             cell=reuse.node_streams,

@@ -36,8 +36,17 @@ class Chunks:
     """The end of each chunk's records, which may lie beyond the chunk's own."""
 
     @classmethod
-    def of(cls, offsets: Ints, lengths: NDArray[np.integer], nbytes: int) -> Chunks:
+    def of(
+        cls,
+        offsets: Ints,
+        lengths: NDArray[np.integer],
+        nbytes: int,
+        *,
+        ends: NDArray[np.bool_] | None = None,
+    ) -> Chunks:
         """Cut a file of which these are the records.
+
+        ``ends`` says after which records chunks end in any case, if these are in the file's order.
 
         Raises:
             ConfigError: chunks cannot have that size.
@@ -45,24 +54,31 @@ class Chunks:
         if nbytes < 4096 or nbytes % 4096:
             raise ConfigError(f"chunk={nbytes}: expected a multiple of 4096 bytes")
         count = len(offsets)
-        sorted_already = count < 2 or bool((offsets[1:] >= offsets[:-1]).all())
-        records = np.arange(count) if sorted_already else np.argsort(offsets, kind="stable")
-        placed = offsets[records]
-        pieces = placed // nbytes
-        firsts = np.flatnonzero(np.diff(pieces, prepend=-1))
-        ends = placed + lengths[records].astype(np.int64)
+        records = np.arange(count)
+        if bool((offsets[1:] < offsets[:-1]).any()):
+            records = np.argsort(offsets, kind="stable")
+            offsets, lengths = offsets[records], lengths[records]
+        pieces = offsets // nbytes
+        change = pieces[1:] != pieces[:-1] if ends is None else (pieces[1:] != pieces[:-1]) | ends
+        firsts = np.flatnonzero(np.concatenate(([True] * (count > 0), change)))
+        behind = offsets + lengths
         return cls(
             nbytes=nbytes,
             records=records,
             starts=np.append(firsts, count),
             ids=pieces[firsts],
-            low=placed[firsts],
-            high=np.maximum.reduceat(ends, firsts) if count else ends,
+            low=offsets[firsts],
+            high=np.maximum.reduceat(behind, firsts) if count else behind,
         )
 
     def __len__(self) -> int:
         """How many chunks have records."""
         return len(self.ids)
+
+    @property
+    def each(self) -> float:
+        """Bytes of the file for each record."""
+        return max(float((self.high - self.low).sum()) / max(len(self.records), 1), 1.0)
 
     @property
     def counts(self) -> Ints:
@@ -71,12 +87,21 @@ class Chunks:
 
     def holding(self, offsets: Ints) -> Ints:
         """The chunks of the records at these offsets."""
+        if self._numbers is None:
+            return np.searchsorted(self.low, offsets, side="right") - 1
         found: Ints = self._numbers[offsets // self.nbytes]
         return found
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the order of keys is that of the file."""
+        return bool((self.records[1:] > self.records[:-1]).all())
+
     @cached_property
-    def _numbers(self) -> Ints:
-        """The chunk that each part of the file is; looking it up is faster than searching."""
+    def _numbers(self) -> Ints | None:
+        """The chunk that each part of the file is, if it is one; faster than searching."""
+        if len(self) and (self.ids[1:] == self.ids[:-1]).any():
+            return None
         table = np.zeros(int(self.ids[-1]) + 1 if len(self) else 0, np.int64)
         table[self.ids] = np.arange(len(self))
         return table

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -74,23 +75,22 @@ class Order:
         self, epoch: int, numbers: Sequence[int], *, rank: int = 0, world: int = 1
     ) -> list[Ints]:
         """A rank's records of several batches: put together, ranks give the whole batches."""
-        slots = [self._slots(number, rank, world) for number in numbers]
+        slots = [number * self.spec.batch + self._inside(number, rank, world) for number in numbers]
         if not slots:
             return []
         found = self._records(epoch, np.concatenate(slots) % self.samples)
-        ends = np.cumsum([len(one) for one in slots])
-        return np.split(found, ends[:-1])
+        ends = list(accumulate(len(one) for one in slots))
+        return [found[low:high] for low, high in zip([0, *ends], ends, strict=False)]
 
-    def _slots(self, number: int, rank: int, world: int) -> Ints:
-        """A rank's positions in the epoch, by stream, so that it needs few streams."""
-        first, rows = number * self.spec.batch, self.rows(number)
-        low, high = rank * rows // world, (rank + 1) * rows // world
-        phase = first % self._streams
+    def _inside(self, number: int, rank: int, world: int) -> Ints:
+        """A rank's positions in a batch, by stream, so that it needs few streams."""
+        rows, phase = self.rows(number), number * self.spec.batch % self._streams
 
         def by_stream() -> Ints:
             return np.argsort((phase + np.arange(rows)) % self._streams, kind="stable")
 
-        return first + self._once(("rows", phase, rows), by_stream)[low:high]
+        slots = self._once(("rows", phase, rows), by_stream)
+        return slots[rank * rows // world : (rank + 1) * rows // world]
 
     def _records(self, epoch: int, slots: Ints) -> Ints:
         if self.spec.shuffle == "none":

@@ -51,8 +51,11 @@ class Permutation:
         self._count = count
         self._table: Ints | None = None
         if count <= _TABLE:
-            words = mix(np.arange(count, dtype=np.uint64) * np.uint64(_STEP) + np.uint64(key))
-            self._table = np.argsort(words, kind="stable").astype(np.int64)
+            places = np.arange(count, dtype=np.uint64)
+            words = mix(places * np.uint64(_STEP) + np.uint64(key))
+            # Words that carry their place are sorted several times as fast as places by words.
+            low = np.uint64(_TABLE - 1)
+            self._table = (np.sort((words & ~low) | places) & low).astype(np.int64)
             return
         self._half = ((max(count, 2) - 1).bit_length() + 1) // 2
         self._keys = [np.uint64(key_of(key, number)) for number in range(_ROUNDS)]
