@@ -5,6 +5,8 @@ import json
 import pytest
 
 from sapwood.cli.main import main
+from sapwood.data.stats import ReadStats, Recorder
+from sapwood.trace import open_trace
 from tests.trace.example import write_example
 
 
@@ -34,6 +36,26 @@ def test_summary_has_a_row_per_rank(run, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["0", "3", "10.00", "1.00", "4.0", "75%"]
     assert lines[2].split()[0] == "1"
+
+
+def test_summary_tells_what_reading_cost(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for rank in range(2):
+        path = tmp_path / "runs" / "reads" / "trace" / f"rank-{rank}.jsonl"
+        trace = open_trace(path, rank=rank, world=2, run_id="reads")
+        recorder = Recorder(trace)
+        recorder.stats = ReadStats(samples=100, bytes_read=2_000_000, bytes_useful=10**6)
+        recorder.stats.requests = 2
+        recorder.summarise("train.mdb")
+        recorder.stats.missed_pages = 7
+        recorder.summarise("train.mdb")
+        trace.close()
+    assert main(["trace", "reads", "--summary"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("read from train.mdb")
+    assert " ".join(lines[at + 2].split()) == "0 100 2.0 0.50 977 0.00 0.00 0.00 0.00"
+    assert lines[at + 3].split()[0] == "1"
+    assert "pages missed 14, redundant 0" in lines[at + 4]
 
 
 def test_a_torn_line_is_mentioned_and_passed_over(run, tmp_path, capsys):

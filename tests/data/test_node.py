@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
 
 from sapwood.data import LmdbReader, Stagger, skew_of
+from sapwood.data.stagger import Gate
 from sapwood.errors import ConfigError, DataError, DeadlineError, PeerFailed
 from sapwood.runtime.stores import HashStore, TCPStore
 from sapwood.testing import ranks
@@ -265,3 +268,38 @@ def test_staggering_alone_and_refusals(path: Path) -> None:
         read(str(path), policy="stag")
     with pytest.raises(ConfigError, match="size=0"):
         Stagger(store=HashStore(), size=0)
+
+
+@pytest.mark.parametrize(("size", "adapt"), [(1, 0), (2, 0), (3, 5), (1, 1)])
+def test_the_store_of_the_turns_does_not_grow(size: int, adapt: int) -> None:
+    """Four readers, of which some skip some batches; never do more read than may."""
+    store, readers, batches = HashStore(), 4, 60
+    reading, most, lock = 0, 0, Lock()
+
+    def go(number: int) -> None:
+        nonlocal reading, most
+        gate = Gate(
+            Stagger(store=store, size=size, adapt=adapt),
+            "test",
+            number=number,
+            readers=readers,
+            timeout=20,
+        )
+        for batch in range(batches):
+            for _ in range(2 if (batch + number) % 3 else 0):  # as with a batch in two parts
+                gate.admit(batch)
+            with lock:
+                reading += (batch + number) % 3 > 0
+                most = max(most, reading)
+            time.sleep(0.0005)
+            with lock:
+                reading -= (batch + number) % 3 > 0
+            gate.release(batch, 1000)
+        gate.leave()
+
+    with ThreadPoolExecutor(readers) as pool:
+        for done in [pool.submit(go, number) for number in range(readers)]:
+            done.result(60)
+    assert 1 <= most <= (size if not adapt else readers)
+    periods = batches // adapt if adapt else 0
+    assert store.num_keys() <= periods + readers  # the last ones let nobody in

@@ -16,6 +16,7 @@ import torch
 
 from sapwood.data import Batch, LmdbReader, Reuse, memory, open_index
 from sapwood.data.engines.ring import Cache, Ring
+from sapwood.data.report import readings_of
 from sapwood.data.source import Source
 from sapwood.data.stats import Recorder
 from sapwood.errors import ConfigError, DataError, UsageError
@@ -468,6 +469,28 @@ def test_the_trace_tells_what_was_read(folder: Path, tmp_path: Path) -> None:
     sums = next(one for one in records if one.name == "data read").args
     assert sums["batches"] == 10
     assert sums["bytes_read"] == reader.stats().bytes_read
+
+
+def test_the_trace_of_several_ranks_says_what_each_read(folder: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        with_trace = open_trace(
+            tmp_path / "trace" / f"rank-{rank}.jsonl", rank=rank, world=2, run_id="r"
+        )
+        reader = LmdbReader(folder / "one page", 30, rank=rank, world=2, trace=with_trace)
+        batches = iter(reader)
+        for _ in range(4):
+            next(batches)
+        assert readings_of(read_trace(tmp_path / "trace")) == [] or rank == 1
+        reader.close()  # in the middle of an epoch
+        reader.close()
+        with_trace.close()
+    first, second = readings_of(read_trace(tmp_path / "trace"))
+    assert (first.rank, second.rank) == (0, 1)
+    assert first.file == second.file == reader.path
+    assert first.stats.samples == second.stats.samples == 60
+    assert first.stats.bytes_useful == 60 * 3000
+    assert sum(second.stats.sizes.values()) == second.stats.requests > 0
+    assert first.stats.skew_seconds + second.stats.skew_seconds > 0
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:

@@ -236,3 +236,19 @@ def test_the_order_follows_the_seed(suite: pytest.Pytester) -> None:
     assert order(1) == order(1)
     assert len({tuple(order(seed)) for seed in range(8)}) > 1
     assert sorted(order(1)) == sorted(order(2))
+
+
+def test_processes_with_any_name_are_seen() -> None:
+    name = "import ctypes; ctypes.CDLL(None).prctl(15, b'a\\xff) b'); print(flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        seen = _proc.process(child.pid)
+        assert seen is not None
+        assert seen.parent == os.getpid()
+        assert seen in _proc.descendants(os.getpid())
+    finally:
+        child.communicate(b"\n", timeout=20)

@@ -126,7 +126,9 @@ def _is_gone(host: dict[str, Any]) -> bool:
     if host.get("name") != platform.node() or not isinstance(host.get("pid"), int):
         return False
     try:
-        fields = Path(f"/proc/{host['pid']}/stat").read_text().rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{host['pid']}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        )
     except OSError:
         return True
     # A process id is given out again some day; with its start time it is unique on a host.

@@ -12,6 +12,7 @@ from sapwood.data.batch import Batch
 from sapwood.data.index import Index, build_index, list_databases
 from sapwood.data.pagefile import Fingerprint
 from sapwood.data.provenance import Provenance
+from sapwood.data.report import Reading, readings_of
 from sapwood.data.settings import Reuse
 from sapwood.data.sidecar import index_file, load_index, open_index, save_index
 from sapwood.data.skew import skew_of
@@ -35,6 +36,7 @@ __all__ = [
     "LmdbRecords",
     "Provenance",
     "ReadStats",
+    "Reading",
     "Reuse",
     "Stagger",
     "build_index",
@@ -45,6 +47,7 @@ __all__ = [
     "load_index",
     "open_index",
     "read_about",
+    "readings_of",
     "save_index",
     "skew_of",
 ]

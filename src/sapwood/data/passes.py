@@ -77,6 +77,7 @@ class Pass:
         self._asked: deque[Asked] = deque()
         self._last = 0, 0
         self._pid = os.getpid()
+        self._closed = False
         self._source = Source(plan.index, spare.maps)
         self._batches = self._read()
 
@@ -102,6 +103,9 @@ class Pass:
             return
         self._batches.close()
         self._source.close()
+        if not self._closed:
+            self._recorder.summarise(str(self._plan.index.file))
+        self._closed = True
 
     def _read(self) -> Generator[Any, None, None]:
         plan, until = self._plan, self.position.until
@@ -122,7 +126,6 @@ class Pass:
                     yield batch if plan.decode is None else plan.decode(batch)
             if stop is not None:  # a worker's last batch need not be the epoch's
                 self.position = replace(self.position, epoch=stop, batch=0)
-        self._recorder.summarise()
 
     def _engine(self, job: Job) -> tuple[Engine, int | None]:
         """How to read on, and up to which epoch."""

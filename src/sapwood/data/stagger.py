@@ -51,31 +51,44 @@ class Gate:
         self._store = BoundedStore(PrefixStore(f"sapwood-data/{name}", stagger.store), timeout)
         self._number, self._readers, self._timeout = number, readers, timeout
         self._adapt = stagger.adapt
-        self.size = min(stagger.size, readers)
-        self._climb = _Climb(self.size, readers)
+        self._sizes = {0: min(stagger.size, readers)}
+        """How many may read at a time, in each period."""
+        self._climb = _Climb(self._sizes[0], readers)
         self._began = time.monotonic()
-        self._period = 0
+        self._read = 0
+        """Bytes, in this period."""
+        self._admitted = -1
 
     def admit(self, batch: int) -> None:
-        """Wait until it is this reader's turn.
+        """Wait until it is this reader's turn; asking again for the same batch does nothing.
 
         Raises:
             DeadlineError: a reader before it did not end in time.
         """
-        self._resize(batch)
-        before = batch * self._readers + self._number - self.size
-        if before >= 0 and not self._store.wait(f"ended/{before}", self._timeout):
-            who, when = before % self._readers, before // self._readers
-            raise DeadlineError(
-                f"reader {who} has not read its part of batch {when} for {self._timeout:g} s, and "
-                f"reader {self._number} may not begin before"
-            )
+        if batch == self._admitted or self._readers == 1:
+            return
+        self._learn_size(batch)
+        for before in self._tokens(batch):
+            if not self._store.wait(f"ended/{before}", self._timeout):
+                who, when = before % self._readers, before // self._readers
+                raise DeadlineError(
+                    f"reader {who} has not read its part of batch {when} for {self._timeout:g} s, "
+                    f"and reader {self._number} may not begin before"
+                )
+            self._store.delete(f"ended/{before}")  # nobody else waits for it
+        self._admitted = batch
 
     def release(self, batch: int, nbytes: int) -> None:
-        """Let the next one read; to be called for each batch, whether it needed reading or not."""
-        if self._adapt:
-            self._store.add(f"bytes/{batch // self._adapt}", nbytes)
+        """Let the next one read; to be called for each batch, whether it needed reading or not.
+
+        Raises:
+            DeadlineError: as ``admit``: who skips a turn must not let others in before it.
+        """
+        if self._readers == 1:
+            return
+        self.admit(batch)
         self._store.set(f"ended/{batch * self._readers + self._number}", "1")
+        self._read += nbytes
         if self._adapt and self._number == 0 and (batch + 1) % self._adapt == 0:
             self._judge((batch + 1) // self._adapt)
 
@@ -83,23 +96,35 @@ class Gate:
         """End the thread that asks the store."""
         self._store.close()
 
+    def _tokens(self, batch: int) -> list[int]:
+        """Those that let this reader in: each lets in the one that is ``size`` places after it.
+
+        So there is one of them, except where the size changes: there may be none, or two.
+        """
+        turn, found = batch * self._readers + self._number, []
+        for earlier in range(max(batch - 1, 0), batch + 1):
+            token = turn - self._sizes[self._period(earlier)]
+            if token >= 0 and token // self._readers == earlier:
+                found.append(token)
+        return found
+
+    def _period(self, batch: int) -> int:
+        return batch // self._adapt if self._adapt else 0
+
     def _judge(self, period: int) -> None:
-        """The first reader judges by what all have read, and the others do as it says."""
+        """The first reader judges by what it has read, as much as each, and says it to all."""
         now = time.monotonic()
-        read = self._store.add(f"bytes/{period - 1}", 0)
-        size = self._climb.next(read / max(now - self._began, 1e-9))
-        self._began = now
+        size = self._climb.next(self._read / max(now - self._began, 1e-9))
+        self._began, self._read = now, 0
         self._store.set(f"size/{period}", str(size))
 
-    def _resize(self, batch: int) -> None:
-        period = batch // self._adapt if self._adapt else 0
-        if period == self._period:
-            return
-        if not self._store.wait(f"size/{period}", self._timeout):
-            raise DeadlineError(
-                f"reader 0 has not said how many may read at a time for {self._timeout:g} s"
-            )
-        self.size, self._period = int(self._store.get(f"size/{period}")), period
+    def _learn_size(self, batch: int) -> None:
+        for period in range(max(self._sizes) + 1, self._period(batch) + 1):
+            if not self._store.wait(f"size/{period}", self._timeout):
+                raise DeadlineError(
+                    f"reader 0 has not said how many may read at a time for {self._timeout:g} s"
+                )
+            self._sizes[period] = int(self._store.get(f"size/{period}"))
 
 
 class _Climb:

@@ -153,10 +153,10 @@ class Recorder:
         found.sizes = dict(sorted(found.sizes.items()))
         return found
 
-    def summarise(self) -> None:
-        """Write the sums to the trace."""
+    def summarise(self, file: str) -> None:
+        """Write the sums to the trace; ``file`` is what was read."""
         if self.trace.on:
-            self.trace.instant("data read", "data", **asdict(self.snapshot()))
+            self.trace.instant("data read", "data", file=file, **asdict(self.snapshot()))
 
 
 def _switches() -> tuple[int, int]:

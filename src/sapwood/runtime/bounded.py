@@ -59,6 +59,10 @@ class BoundedStore:
         """Whether ``key`` was written."""
         return self._call(lambda: bool(self._store.check([key])), timeout)
 
+    def delete(self, key: str) -> bool:
+        """Forget ``key``; whether it was there."""
+        return self._call(lambda: bool(self._store.delete_key(key)))
+
     def compare_set(
         self, key: str, expected: str, text: str, *, timeout: float | None = None
     ) -> bytes:

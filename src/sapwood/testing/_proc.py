@@ -36,7 +36,7 @@ class Process:
 def process(pid: int) -> Process | None:
     """What is known about ``pid``; None when there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
     # The command in brackets may itself hold spaces and brackets, so fields are counted after it.

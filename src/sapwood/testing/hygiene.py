@@ -197,7 +197,7 @@ def _listening() -> set[str]:
 
 def _table(name: str) -> list[list[str]]:
     try:
-        lines = Path(f"/proc/self/net/{name}").read_text().splitlines()
+        lines = Path(f"/proc/self/net/{name}").read_text(errors="replace").splitlines()
     except OSError:
         return []
     return [line.split() for line in lines[1:]]
@@ -221,7 +221,9 @@ def _held_elsewhere(name: str) -> bool:
     path = str(_SHM / name)
     for one in _proc.processes():
         with suppress(OSError):
-            if one.pid not in ours and path in Path(f"/proc/{one.pid}/maps").read_text():
+            if one.pid not in ours and path in Path(f"/proc/{one.pid}/maps").read_text(
+                errors="replace"
+            ):
                 return True
     return False
 

@@ -122,7 +122,7 @@ def _filesystem(folder: Path) -> str:
     """The type of the mount a folder is on, by its device number."""
     device = folder.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
         fields, _, tail = line.partition(" - ")
         if fields.split()[2] == wanted:
             return tail.split()[0]

@@ -239,7 +239,7 @@ def _missing(error: BaseException) -> ConfigError:
 
 def _unlink_shared_memory() -> None:
     """Take the names from MPI's shared memory, which it would leave behind if killed."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
         path = Path(line.split()[-1])
         if path.name.startswith("mpich_shm_") and path.exists():
             with suppress(OSError):

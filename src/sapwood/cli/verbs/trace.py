@@ -46,7 +46,7 @@ def trace(
     Args:
         run: A run folder, the id of a run, or a beginning of the id.
         step: The step to draw; a typical late one if not given.
-        summary: Show a table with a row per rank instead.
+        summary: Show a table with a row per rank instead, and what reading data cost.
         perfetto: Write the whole trace to this file, for Perfetto or chrome://tracing.
         svg: Write a picture of the step to this file.
         folder: Where run ids are looked for.
@@ -84,6 +84,35 @@ def _show_summary(read: Trace) -> None:
         "step and wait are medians; updated early is the share of buckets whose update ended "
         "before the last gradient of the step existed"
     )
+    _show_reading(read)
+
+
+def _show_reading(read: Trace) -> None:
+    from sapwood.cli.output import console, table
+    from sapwood.data.report import readings_of
+
+    found = readings_of(read)
+    for file in dict.fromkeys(one.file for one in found):
+        stats = {one.rank: one.stats for one in found if one.file == file}
+        columns = ("rank", "samples", "MB read", "useful", "KiB/read")
+        seconds = ("read s", "wait s", "skew s", "stagger s")
+        made = table(*columns, *seconds, right=(*columns, *seconds))
+        for rank, one in stats.items():
+            each = one.bytes_read / max(one.requests, 1) / 1024
+            made.add_row(
+                *(str(rank), str(one.samples), f"{one.bytes_read / 1e6:.1f}", f"{one.useful:.2f}"),
+                *(f"{each:.0f}", f"{one.read_seconds:.2f}", f"{one.wait_seconds:.2f}"),
+                *(f"{one.skew_seconds:.2f}", f"{one.stagger_seconds:.2f}"),
+            )
+        console().print(f"\nread from {file}", soft_wrap=True)
+        console().print(made)
+        missed = sum(one.missed_pages for one in stats.values())
+        redundant = sum(one.redundant_pages for one in stats.values())
+        switches = sum(one.switches_waiting + one.switches_forced for one in stats.values())
+        console().print(
+            f"useful is bytes of records for each byte read; pages missed {missed}, redundant "
+            f"{redundant}; context switches {switches}"
+        )
 
 
 def _cells(row: RankSummary) -> tuple[str, ...]:
