@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # A deadline per example would make a test depend on how busy the machine is.
 hypothesis.settings.register_profile("sapwood", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("sapwood")
+
+
+# A shell's background job ignores Ctrl-C, and so would everything the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
