@@ -16,6 +16,7 @@ from contenders.data_terms import COSTS, FULL_SIZES, QUICK_SIZES, RAW_DISK, TURN
 from core import Benchmark, Case, Contender, Metric, Plan, Target, main
 
 STEPS = ("auto", "lmdb", "lmm", "lmm-dm", "dio", "prov", "coal", "stag", "raw disk")
+SHARED = "auto, shared"
 SHUFFLING = {
     "none": STEPS,
     "window": ("auto", "lmdb", "dio", "coal", "raw disk"),
@@ -32,7 +33,7 @@ def sensible(case: Case) -> bool:
 
 class PolicySession(DataSession):
     def __init__(self, case: Case, names: Sequence[str], options: Mapping[str, Any]) -> None:
-        chosen = SHUFFLING[case["order"]]
+        chosen = SHUFFLING[case["order"]] + ((SHARED,) if case["ranks"] > 1 else ())
         super().__init__(case, [name for name in names if name in chosen], options)
 
     def metrics(self, answers: Answers) -> dict[str, float]:
@@ -41,6 +42,7 @@ class PolicySession(DataSession):
 
 NOTES = {
     "auto": "what the reader chooses; these files fit into memory",
+    SHARED: "the same, but one rank reads for the others",
     "lmdb": "each rank a py-lmdb cursor, and steps over the records of the others",
     "lmm": "one rank has the cursor, the others get records through shared memory",
     "lmm-dm": "one rank reads ahead the pages it guesses; in the order of keys only",

@@ -11,7 +11,10 @@ FORMAT_OF = {
     "grain": "array_record",
 }
 """All others read the LMDB file."""
-OURS = ("sapwood", "sapwood ring", "auto", "lmdb", "lmm", "lmm-dm", "dio", "prov", "coal", "stag")
+OURS = (
+    *("sapwood", "sapwood ring", "auto", "auto, shared"),
+    *("lmdb", "lmm", "lmm-dm", "dio", "prov", "coal", "stag"),
+)
 UNCHECKED = ("raw disk", "page cache")
 STEADY = ("py-lmdb no readahead", "py-lmdb 2 workers no readahead")
 """They do not get faster while the page cache fills, so that short turns say as much."""

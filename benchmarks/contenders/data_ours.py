@@ -18,9 +18,9 @@ SHUFFLES = {"shuffled": "window"}
 
 
 class Sapwood(Reading):
-    def __init__(self, task: Task, policy: str = "auto") -> None:
+    def __init__(self, task: Task, policy: str = "auto", share: bool = False) -> None:
         super().__init__(task)
-        self.policy = policy
+        self.policy, self.share = policy, share
         self.reader: LmdbReader | None = None
 
     def batches(self) -> Iterator[Batch]:
@@ -37,6 +37,7 @@ class Sapwood(Reading):
         task = self.task
         shuffle: Any = SHUFFLES.get(task.order, task.order)
         settings: dict[str, Any] = {"policy": self.policy, "memory": RING, "tail": "keep"}
+        settings["share"] = self.share
         if self.policy == "prov":
             settings["provenance"] = Provenance(
                 written="load", count=task.count, key_bytes=8, value_bytes=task.nbytes
@@ -74,6 +75,7 @@ class Sapwood(Reading):
 POLICIES = ("auto", "lmdb", "lmm", "lmm-dm", "dio", "prov", "coal", "stag")
 READINGS = {
     **{policy: partial(Sapwood, policy=policy) for policy in POLICIES},
+    "auto, shared": partial(Sapwood, share=True),
     "sapwood": Sapwood,
     "sapwood ring": partial(Sapwood, policy="coal"),
 }
