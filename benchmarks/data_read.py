@@ -229,8 +229,8 @@ FULL = Plan(
         "ranks": [1, 2, 4],
     },
     seconds_per_case=0,
-    min_rounds=3,
-    max_rounds=3,
+    min_rounds=5,
+    max_rounds=5,
     options={
         "sizes": FULL_SIZES,
         "seconds": 3.0,
