@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from sapwood.data import Batch, LmdbReader, Reuse, memory, open_index
+from sapwood.data import Batch, LmdbReader, Reuse, memory, open_index, source
 from sapwood.data.engines.ring import Cache, Ring
 from sapwood.data.report import readings_of
 from sapwood.data.source import Source
@@ -389,6 +389,26 @@ def test_a_file_that_was_cut_off_is_noticed(tmp_path: Path, policy: Any) -> None
     with pytest.raises(DataError, match=r"cut off|was changed"):
         for _ in batches:
             pass
+
+
+@pytest.mark.parametrize("advice", [source._POPULATE_READ, 9999])
+def test_bytes_are_brought_to_memory(
+    tmp_path: Path, advice: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On systems that can and that cannot; and what is not there any more is an error."""
+    path = tmp_path / "a.mdb"
+    plain(path, numbered(2000, lambda n: 3000))
+    monkeypatch.setattr(source, "_POPULATE_READ", advice)
+    cold(path)
+    opened = Source(open_index(path))
+    memory, size = opened.mapped(), path.stat().st_size
+    opened.bring(memory, 5000, size - 7)
+    assert opened.resident() > 0.9
+    with path.open("r+b") as file:
+        file.truncate(size // 2)
+    with pytest.raises(DataError, match="it was cut off"):
+        opened.bring(memory, size // 4, size)
+    opened.close()
 
 
 @pytest.mark.parametrize("shuffle", ["window", "global"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -16,6 +17,11 @@ from sapwood.data.pagefile import PageFile
 from sapwood.errors import DataError
 
 __all__ = ["ALIGN", "FileMap", "Source"]
+
+_LIBC = ctypes.CDLL(None)
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_POPULATE_READ = 22
+_SCRATCH = 2**20
 
 ALIGN = 4096
 """Reads that pass by the page cache begin and end on multiples of this, in memory and on disk."""
@@ -165,6 +171,22 @@ class Source:
         """Say that these bytes will be read soon."""
         with suppress(OSError):  # it is only a hint
             os.posix_fadvise(self.fd, low, high - low, os.POSIX_FADV_WILLNEED)
+
+    def bring(self, memory: NDArray[np.uint8], low: int, high: int) -> None:
+        """Have the system read these bytes to where they are ``mapped``, and wait until it has.
+
+        Raises:
+            DataError: the file ends before, or the disk failed.
+        """
+        self.advise(low, high)  # all of it at once, so that requests are large
+        start = low // mmap.PAGESIZE * mmap.PAGESIZE
+        # Python's own madvise would keep all other threads waiting.
+        if not _LIBC.madvise(memory.ctypes.data + start, high - start, _POPULATE_READ):
+            return
+        scratch = memoryview(bytearray(_SCRATCH))  # an old system, or an error: reading will tell
+        for at in range(low, high, _SCRATCH):
+            size = min(_SCRATCH, high - at)
+            self.read_into(self.fd, scratch[:size], at, size)
 
     def resident(self, probes: int = 64) -> float:
         """About which part of the file is in the page cache.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sapwood.data.engines.base import MIB, Bytes, Ints, Job
+from sapwood.data.engines.base import Bytes, Ints, Job
 from sapwood.data.source import ALIGN
 
 __all__ = ["Cache", "Home", "Ring"]
@@ -137,7 +136,6 @@ class Cache:
         self._memory = job.source.mapped()
         self._warm = np.zeros(len(job.chunks), np.bool_)
         self.most = 2**31
-        self._scratch = threading.local()
 
     def fits(self, chunks: Ints) -> NDArray[np.bool_] | None:
         """All do."""
@@ -152,12 +150,7 @@ class Cache:
     def fill(self, chunk: int) -> tuple[int, int]:
         """Have the system read a chunk, and wait until it has."""
         low, high = int(self._chunks.low[chunk]), int(self._chunks.high[chunk])
-        self._source.advise(low, high)  # all of it at once, so that requests are large
-        if not hasattr(self._scratch, "view"):
-            self._scratch.view = memoryview(bytearray(MIB))
-        for at in range(low, high, MIB):
-            size = min(MIB, high - at)
-            self._source.read_into(self._source.fd, self._scratch.view[:size], at, size)
+        self._source.bring(self._memory, low, high)
         return high - low, 1
 
     def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
