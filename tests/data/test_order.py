@@ -136,7 +136,7 @@ def test_few_chunks_are_needed_at_the_same_time(streams: int, shuffle: str) -> N
     spec = OrderSpec(batch=32, shuffle=shuffle, streams=streams, window=window, factor=factor)
     order = Order(spec, chunks)
     owner = np.empty(4000, np.int64)
-    owner[chunks.records] = np.repeat(np.arange(len(chunks)), chunks.counts)
+    owner[chunks.at(np.arange(chunks.count))] = np.repeat(np.arange(len(chunks)), chunks.counts)
     uses = [set(owner[one].tolist()) for one in order.parts(1, range(order.batches))]
     seen = {
         chunk: [n for n, use in enumerate(uses) if chunk in use] for chunk in range(len(chunks))
@@ -151,7 +151,7 @@ def test_ranks_read_apart_when_there_are_as_many_streams() -> None:
     chunks = chunks_of(4000, longest=800)
     spec = OrderSpec(batch=64, shuffle="window", streams=8, window=50)
     order, owner = Order(spec, chunks), np.empty(4000, np.int64)
-    owner[chunks.records] = np.repeat(np.arange(len(chunks)), chunks.counts)
+    owner[chunks.at(np.arange(chunks.count))] = np.repeat(np.arange(len(chunks)), chunks.counts)
     for world in (2, 4, 8):
         reads = 0
         for rank in range(world):

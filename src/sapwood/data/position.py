@@ -82,4 +82,4 @@ def from_state(state: Mapping[str, Any], spec: OrderSpec, chunks: Chunks) -> Pos
 def _facts(chunks: Chunks) -> dict[str, int]:
     """What the order depends on of a database; copies of it have the same."""
     layout = zlib.crc32(chunks.ids.tobytes(), zlib.crc32(chunks.starts.tobytes()))
-    return {"records": len(chunks.records), "chunk": chunks.nbytes, "layout": layout}
+    return {"records": chunks.count, "chunk": chunks.nbytes, "layout": layout}

@@ -140,7 +140,7 @@ class ReaderSettings:
     def _reads(self, index: Index, chunks: Chunks, node: Node) -> Chunks:
         """What is read at once: chunks, unless other readers need the most of each."""
         number, readers = self.rank // node.members, -(-self.world // node.members)
-        if self.shuffle != "none" or readers == 1 or not chunks.in_order:
+        if self.shuffle != "none" or readers == 1 or chunks.records is not None:
             return chunks
         first, last = (
             min(one * node.members, self.world) * self.batch_size // self.world

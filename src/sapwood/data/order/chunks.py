@@ -24,10 +24,10 @@ class Chunks:
     """
 
     nbytes: int
-    records: Ints
-    """Numbers of records in the order of the file."""
+    records: Ints | None
+    """Numbers of records in the order of the file; None if it is that of keys, as it mostly is."""
     starts: Ints
-    """Where each chunk begins in ``records``, and one more: their number."""
+    """Where each chunk begins among them, and one more: their number."""
     ids: Ints
     """Which part of the file each chunk is, in order."""
     low: Ints
@@ -54,7 +54,7 @@ class Chunks:
         if nbytes < 4096 or nbytes % 4096:
             raise ConfigError(f"chunk={nbytes}: expected a multiple of 4096 bytes")
         count = len(offsets)
-        records = np.arange(count)
+        records = None
         if bool((offsets[1:] < offsets[:-1]).any()):
             records = np.argsort(offsets, kind="stable")
             offsets, lengths = offsets[records], lengths[records]
@@ -76,9 +76,18 @@ class Chunks:
         return len(self.ids)
 
     @property
+    def count(self) -> int:
+        """How many records there are."""
+        return int(self.starts[-1])
+
+    def at(self, places: Ints) -> Ints:
+        """The records at these places in the file."""
+        return places if self.records is None else self.records[places]
+
+    @property
     def each(self) -> float:
         """Bytes of the file for each record."""
-        return max(float((self.high - self.low).sum()) / max(len(self.records), 1), 1.0)
+        return max(float((self.high - self.low).sum()) / max(self.count, 1), 1.0)
 
     @property
     def counts(self) -> Ints:
@@ -91,11 +100,6 @@ class Chunks:
             return np.searchsorted(self.low, offsets, side="right") - 1
         found: Ints = self._numbers[offsets // self.nbytes]
         return found
-
-    @property
-    def in_order(self) -> bool:
-        """Whether the order of keys is that of the file."""
-        return bool((self.records[1:] > self.records[:-1]).all())
 
     @cached_property
     def _numbers(self) -> Ints | None:

@@ -45,7 +45,7 @@ class Order:
         """
         self.spec = spec
         self._chunks = chunks
-        self._count = len(chunks.records)
+        self._count = chunks.count
         if not self._count:
             raise DataError("the database has no records; expected one at least")
         self._streams = spec.streams if spec.shuffle in ("window", "reuse") else 1
@@ -116,8 +116,7 @@ class Order:
 
         order, starts = self._once(("line", epoch), line)
         slot = np.searchsorted(starts, places, side="right") - 1
-        found: Ints = chunks.records[chunks.starts[order[slot]] + places - starts[slot]]
-        return found
+        return chunks.at(chunks.starts[order[slot]] + places - starts[slot])
 
     def _windowed(self, epoch: int, stream: Ints, item: Ints) -> Ints:
         """Permute inside of windows; those of different streams end at different times."""

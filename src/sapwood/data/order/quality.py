@@ -37,7 +37,7 @@ class Quality:
 
 def quality_of(spec: OrderSpec, chunks: Chunks) -> Quality:
     """Judge an order by arithmetic; nothing is drawn."""
-    count = len(chunks.records)
+    count = chunks.count
     best = _choices(count, spec.batch)
     if spec.shuffle == "none":
         pool, batches, travel, apart = min(spec.batch, count), 0.0, 0, 1
