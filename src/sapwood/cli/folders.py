@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import RunFolderError
+from sapwood.runtime.folder import process_start
 
 __all__ = ["RunInfo", "as_tree", "find_run", "list_runs", "read_run"]
 
@@ -125,15 +126,9 @@ def _is_gone(host: dict[str, Any]) -> bool:
     """Whether the process of rank 0 ended; unknown, so no, when it is on another host."""
     if host.get("name") != platform.node() or not isinstance(host.get("pid"), int):
         return False
-    try:
-        fields = (
-            Path(f"/proc/{host['pid']}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        )
-    except OSError:
-        return True
+    began, started = process_start(host["pid"]), host.get("started")
     # A process id is given out again some day; with its start time it is unique on a host.
-    started = host.get("started")
-    return bool(started) and int(fields[19]) != started
+    return began is None or (bool(started) and began != started)
 
 
 def _time(value: object) -> datetime:
