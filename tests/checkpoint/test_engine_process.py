@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from sapwood.buffers import Arena
-from sapwood.checkpoint.engine.link import Refused
+from sapwood.checkpoint.engine.link import Refused, _shake_hands
 from sapwood.checkpoint.engine.pipeline import Pipeline
+from sapwood.checkpoint.engine.server import Server
 from sapwood.checkpoint.engine.session import Session
 from sapwood.checkpoint.engine.wire import Wire, WireError
 from sapwood.errors import CheckpointError
@@ -196,6 +197,21 @@ def test_a_wrong_token_is_refused_and_the_engine_goes_on(
         one.submit(1, one.lend())
         assert one.engine.drain(30)
         assert one.durable() == {(1, tier) for tier in BOTH}
+
+
+def test_who_seems_to_be_another_user_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides look, whoever runs the tests; with real users only root can try it, below."""
+    ours, theirs = socket.socketpair()
+    with closing(ours), closing(theirs):
+        wire = Wire(ours, send_timeout=5)
+        address, me = engines.address(place), os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: me + 1)
+        with pytest.raises(WireError, match=f"is of user {me}, this engine of {me + 1}"):
+            Server(theirs, address, "token", linger=0)._admit(wire)
+        with pytest.raises(Refused, match=f"of user {me} has taken the name"):
+            _shake_hands(wire, {})
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

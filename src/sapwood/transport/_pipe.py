@@ -14,8 +14,9 @@ from collections import deque
 
 import numpy as np
 
+from sapwood.runtime.peer import peer_process
 from sapwood.transport._message import MOST_PIECES, Message
-from sapwood.transport._reads import ReadError, Span, peer_process, read_memory, spans_of
+from sapwood.transport._reads import ReadError, Span, read_memory, spans_of
 from sapwood.transport._ring import SLOT_BYTES, SLOTS, Ring
 
 __all__ = ["Pipe"]

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Permission", "ReadError", "Span", "peer_process", "probe", "read_memory", "spans_of"]
+from sapwood.runtime.peer import peer_process
 
-_CREDENTIALS = struct.Struct("3i")
+__all__ = ["Permission", "ReadError", "Span", "probe", "read_memory", "spans_of"]
+
 _PLACE = struct.Struct("!Q")
 _SECRET_BYTES = 16
 _SET_PTRACER = 0x59616D61
@@ -62,13 +63,6 @@ class Permission:
             Permission._held -= 1
             if not Permission._held:
                 _libc.prctl(_SET_PTRACER, 0, 0, 0, 0)
-
-
-def peer_process(wire: socket.socket) -> tuple[int, int]:
-    """The process at the other end of a Unix socket, and its user."""
-    raw = wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process, user, _ = _CREDENTIALS.unpack(raw)
-    return process, user
 
 
 def spans_of(pieces: Sequence[npt.NDArray[np.uint8]]) -> list[Span]:

@@ -15,10 +15,11 @@ import secrets
 import socket
 
 from sapwood.errors import ConfigError, TransportError
+from sapwood.runtime.peer import peer_process
 from sapwood.runtime.stores import Store
 from sapwood.transport._meet import HELLO, Deadline, accept, exchange, late, one_host
 from sapwood.transport._pump import Pump, PumpLink
-from sapwood.transport._reads import Permission, peer_process, probe
+from sapwood.transport._reads import Permission, probe
 from sapwood.transport._ring import Ring, RingError
 from sapwood.transport.base import Ends
 

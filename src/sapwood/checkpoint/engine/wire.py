@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from sapwood.errors import CheckpointError
+from sapwood.runtime.peer import peer_process
 
 __all__ = ["MAX_BODY", "Closed", "Late", "Wire", "WireError"]
 
@@ -26,7 +27,6 @@ MAX_BODY = 64 * 2**20
 MAX_FDS = 1
 _HEADER = struct.Struct("!4sHHI")  # magic, version, descriptors, length of the body
 _MAGIC = b"SWCE"
-_CREDENTIALS = struct.Struct("3i")
 _FD_SPACE = socket.CMSG_LEN(4 * MAX_FDS)
 _TIME = struct.Struct("ll")
 
@@ -56,9 +56,7 @@ class Wire:
     @property
     def peer(self) -> tuple[int, int]:
         """Process and user id of the other side, as the kernel knows them."""
-        raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(raw)
-        return pid, uid
+        return peer_process(self._sock)
 
     def patience(self, seconds: float | None) -> None:
         """How long ``receive`` waits; None: until the connection is shut."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from sapwood.errors import DeadlineError, PeerFailed
+from sapwood.runtime.peer import peer_process
 
 __all__ = ["FAILED", "PLACED", "USED", "Hello", "accept", "connect", "listen", "receive"]
 
@@ -23,7 +24,6 @@ FAILED = -1
 """Instead of a number: reading failed, and the rest of the message says why."""
 LONGEST = 4096
 _PAUSE = 0.01
-_CRED = struct.Struct("3i")
 _HELLO = struct.Struct("<qqq")
 
 
@@ -126,5 +126,4 @@ def receive(wire: socket.socket) -> tuple[bytes, int | None]:
 
 def _ours(wire: socket.socket) -> bool:
     """Any user of the host may connect to such a name, and only our own processes may read."""
-    raw = wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size)
-    return bool(_CRED.unpack(raw)[1] == os.getuid())
+    return peer_process(wire)[1] == os.getuid()
