@@ -1,8 +1,5 @@
 """What the fork benchmark computes from its answers, and how its two groups find each other."""
 
-import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +7,7 @@ import pytest
 
 from benchmarks.contenders import fork_meeting
 from benchmarks.contenders.fork_costs import RAW, derive, fork_metrics
+from tests.benchmarks.sessions import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,29 +112,11 @@ def test_who_waits_is_told_that_the_other_side_failed() -> None:
     assert str(caught[0]) == "out of memory"
 
 
-RUN = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from contenders.fork_session import ForkSession
-sizes = {"nt3": {"mb": 0.5, "filters": 4, "batch_size": 2}}
-names = json.loads(sys.argv[2])
-options = {"workloads": sizes, "baseline_steps": 1}
-session = ForkSession({"workload": "nt3", "ranks": 1}, names, options)
-try:
-    measured = {name: session.measure(name) for name in names}
-    print(json.dumps([measured, vars(session.finish())]))
-finally:
-    session.close()
-"""
-
-
 def test_a_fork_is_measured_from_both_sides() -> None:
     names = ["sapwood", "p2p gloo", "loopback"]
-    command = [sys.executable, "-c", RUN, str(ROOT / "benchmarks"), json.dumps(names)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    measured, extra = json.loads(done.stdout)
-    assert extra["failed_checks"] == []
+    sizes = {"nt3": {"mb": 0.5, "filters": 4, "batch_size": 2}}
+    case, options = {"workload": "nt3", "ranks": 1}, {"workloads": sizes, "baseline_steps": 1}
+    measured, extra = measure("fork_session", "ForkSession", case, names, options)
     assert [name for name in extra["facts"] if name.startswith("not run")] == []
     assert {found["sent"] for found in measured.values()} == {measured["loopback"]["sent"]}
     for found in measured.values():

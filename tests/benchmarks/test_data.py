@@ -1,6 +1,5 @@
 """How the data benchmarks make cold files, look at memory, and tell wrong records from right."""
 
-import json
 import os
 import random
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 from benchmarks.contenders import data_cold, data_memory
 from benchmarks.contenders.data_costs import policy_metrics, read_metrics, wrong_records
 from benchmarks.contenders.data_formats import digest_of, records_of
+from tests.benchmarks.sessions import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -84,30 +84,12 @@ def test_memory_of_a_child_is_counted() -> None:
         parent.communicate(b"\n", timeout=20)
 
 
-RUN = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from contenders.data_session import DataSession
-names = json.loads(sys.argv[2])
-options = {"sizes": {"small": {"count": 500, "nbytes": 3072, "batch": 64}}}
-options |= {"seconds": 9.0, "steady_seconds": 0.3, "timeout": 80}
-case = {"records": "small", "cache": "warm", "order": "shuffled", "ranks": 1}
-session = DataSession(case, names, options)
-try:
-    measured = {name: session.measure(name) for name in names}
-    print(json.dumps([measured, vars(session.finish())]))
-finally:
-    session.close()
-"""
-
-
 def test_records_are_read_checked_and_measured() -> None:
     names = ["sapwood", "py-lmdb 2 workers", "page cache"]
-    command = [sys.executable, "-c", RUN, str(ROOT / "benchmarks"), json.dumps(names)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=115)
-    assert done.returncode == 0, done.stderr
-    measured, extra = json.loads(done.stdout)
-    assert extra["failed_checks"] == []
+    case = {"records": "small", "cache": "warm", "order": "shuffled", "ranks": 1}
+    options = {"sizes": {"small": {"count": 500, "nbytes": 3072, "batch": 64}}}
+    options |= {"seconds": 9.0, "steady_seconds": 0.3, "timeout": 80}
+    measured, extra = measure("data_session", "DataSession", case, names, options)
     assert extra["facts"] == {}
     assert set(extra["samples"]) == {"sapwood", "py-lmdb 2 workers"}
     assert measured["page cache"]["part"] % 100 == 0  # whole epochs, as it gives no less
