@@ -1,8 +1,9 @@
 """The clones' side: a fresh group of ranks that receives the state of a running one.
 
-Every rank gets its share from the donors and passes it on to the other clones, message by message
-as they arrive; so the state is whole soon after the last one was sent, and a layer can be used as
-soon as its own tensors are there. The state counts only when all clones have verified all of it.
+On the donors' own machine every rank gets all of it from them. Between machines it gets its share
+and passes it on to the other clones, message by message as they arrive. So the state is whole soon
+after the last one was sent, and a layer can be used as soon as its own tensors are there. The state
+counts only when all clones have verified all of it.
 """
 
 from __future__ import annotations
