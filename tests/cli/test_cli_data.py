@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from sapwood.cli.main import main
+from sapwood.data import list_databases
 from tests.cli.helpers import sapwood, start, wait_for
-from tests.data.databases import numbered, plain
+from tests.data.databases import environment, numbered, plain
 from tests.data.sources import images
 
 
@@ -94,3 +95,26 @@ def test_a_signal_leaves_no_half_file(
     done = sapwood("data", "convert", "x.npy", "a.mdb", tmp_path=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.mdb", "tmp", "x.npy"]
+
+
+def test_verify_looks_at_every_database_of_a_file(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "a.mdb"
+    with environment(path) as env, env.begin(write=True) as txn:
+        named = env.open_db(b"labels", txn=txn)
+        for number in range(300):
+            txn.put(b"%04d" % number, bytes(3000))
+            txn.put(b"%04d" % number, b"%d" % number, db=named)
+    assert main(["data", "verify", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path}: 300 records: every page is as it should be",
+        f"{path}, 'labels': 300 records: every page is as it should be",
+    ]
+    root = list_databases(path)[b"labels"].root
+    with path.open("r+b") as file:
+        file.seek(root * 4096)
+        file.write(b"\xff" * 8)
+    assert main(["data", "verify", str(path)]) == 1
+    caught = capsys.readouterr()
+    assert caught.out.count("as it should be") == 1  # that of the main one
+    assert f"page {root}: expected its own number" in caught.err
+    assert main(["data", "verify", str(path), "--name", "labels"]) == 1

@@ -93,7 +93,7 @@ def _show_about(about: dict[str, Any]) -> None:
 
 
 def verify(database: str, *, name: str | None = None) -> None:
-    """Check every page that a record needs, and the kept index if there is one.
+    """Check every page that a record needs, of all databases in the file, and kept indexes.
 
     On damage the exit code is 1, and the message says which page it is and what was expected there.
     LMDB has no checksums, so some damage cannot be noticed: above all a flipped bit inside of a key
@@ -106,15 +106,23 @@ def verify(database: str, *, name: str | None = None) -> None:
 
     Args:
         database: An LMDB file, or a folder with data.mdb in it.
-        name: A named database; the main one if none is given.
+        name: Only this named database; all of them and the main one if none is given.
     """
+    from sapwood.data import list_databases
+
+    for one in [name] if name is not None else [None, *sorted(list_databases(database))]:
+        _verify(database, one)
+
+
+def _verify(database: str, name: str | bytes | None) -> None:
     import numpy as np
 
     from sapwood.data import index_file, load_index
     from sapwood.errors import DataError
 
     made = _walk(database, name, thorough=True)
-    print(f"{made.file}: {len(made)} records: every page is as it should be")
+    which = "" if made.database is None else f", {made.database.decode(errors='replace')!r}"
+    print(f"{made.file}{which}: {len(made)} records: every page is as it should be")
     kept = index_file(database, name)
     if not kept.exists():
         return
@@ -125,13 +133,16 @@ def verify(database: str, *, name: str | None = None) -> None:
     print(f"{kept}: fits the database")
 
 
-def _walk(database: str, name: str | None, *, thorough: bool) -> Any:
-    from sapwood.data import build_index
+def _walk(database: str, name: str | bytes | None, *, thorough: bool) -> Any:
+    from sapwood.data import build_index, list_databases
     from sapwood.data.pagefile import open_pages
 
+    wanted = name.encode() if isinstance(name, str) else name
     with open_pages(database) as file:
-        main = file.meta.main
-        pages = main.branches + main.leaves + (main.overflows if thorough else 0)
+        found = file.meta.main
+        if wanted is not None:
+            found = list_databases(database).get(wanted, found)
+        pages = found.branches + found.leaves + (found.overflows if thorough else 0)
         total = min(pages * file.page_size, file.size)
     with progress("reading pages", total) as advance:
         return build_index(database, name, thorough=thorough, progress=advance)
