@@ -309,8 +309,11 @@ class _Layout:
             if me < lanes:
                 mine = cut(length, dtype.itemsize, lanes)[me]
                 everybody = [spec.view(self.memory[m], bucket) for m in sorted(self.memory)]
-                self.slices.append(_Slices([c[mine] for c in everybody], average[mine]))
-                average[mine].zero_()
+                # A tensor of its own: sums must not move the version counter of ``average``,
+                # which tells whether the user has changed a gradient.
+                out = spec.view(self.result, bucket)[mine]
+                self.slices.append(_Slices([c[mine] for c in everybody], out))
+                out.zero_()
             made.append(BucketMemory(contribution=contribution, average=average))
         return made
 
