@@ -18,7 +18,7 @@ CELLS = [
     for group, cases in GROUPS.items()
     for name, case in cases.items()
     for world in case.worlds
-    for engine in case.engines()
+    for engine in case.engines(world)
 ]
 
 _found: dict[tuple[str, int], Any] = {}

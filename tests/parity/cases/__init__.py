@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from tests.parity.cases import late, recompute
+from tests.parity.cases import buffers, late, optimizers, outputs, recompute, shapes
 from tests.parity.harness import Case
 
 GROUPS: dict[str, dict[str, Case]] = {
+    "buffers": buffers.CASES,
     "late": late.CASES,
+    "optimizers": optimizers.CASES,
+    "outputs": outputs.CASES,
     "recompute": recompute.CASES,
+    "shapes": shapes.CASES,
 }

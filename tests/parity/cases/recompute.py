@@ -51,9 +51,10 @@ class Segments(nn.Module):
         x = self.embed(x)
         if not x.requires_grad:  # what enable_input_require_grads() does for frozen embeddings
             x.requires_grad_()
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             x = checkpoint(block, x, **self.options)
-            x = pause(x, *(partial(getattr, m, "weight") for m in self.modules() if _trained(m)))
+            if number == 1:
+                x = pause(x, *(partial(getattr, m, "weight") for m in self.modules() if _trained(m)))
         return self.head(x)
 
 
@@ -178,5 +179,5 @@ CASES |= {
 CASES |= {
     f"{name}, eval mode": replace(case, evaluating=True)
     for name, case in CASES.items()
-    if "dropout" not in name
+    if name.startswith(("segments, ", "adapters, ")) and "accumulating" not in name
 }
