@@ -62,6 +62,9 @@ class Trainer:
         """Around forward and backward."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Wait for what backward began."""
+
     def end(self) -> None:
         """What stands in the loop after backward."""
         raise NotImplementedError
@@ -192,8 +195,6 @@ class Reference(Trainer):
     def end(self) -> None:
         if self._by_hand:
             self._average()
-        if "between" in self.kept:  # what the loop does between backward() and step()
-            self.kept.pop("between")()
         self._update()
         self.optimizer.zero_grad()
 
@@ -243,9 +244,10 @@ class Ours(Trainer):
         return self.run.accumulate() if active else contextlib.nullcontext()
 
     def end(self) -> None:
-        if "between" in self.kept:
-            self.kept.pop("between")()
         self.run.step()
+
+    def settle(self) -> None:
+        self.run.wait()
 
 
 @dataclass(frozen=True)

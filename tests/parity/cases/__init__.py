@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.parity.cases import buffers, late, optimizers, outputs, recompute, shapes
+from tests.parity.cases import buffers, late, loops, optimizers, outputs, recompute, shapes
 from tests.parity.harness import Case
 
 GROUPS: dict[str, dict[str, Case]] = {
     "buffers": buffers.CASES,
     "late": late.CASES,
+    "loops": loops.CASES,
     "optimizers": optimizers.CASES,
     "outputs": outputs.CASES,
     "recompute": recompute.CASES,

@@ -172,6 +172,15 @@ class Queue(nn.Module):
         return logits
 
 
+def labels_step(trainer: Trainer, step: int) -> Tensor:
+    x, _ = batch(step)
+    logits = trainer.model(x)
+    loss = loss_of(logits, torch.zeros(len(x), dtype=torch.long))
+    loss.backward()
+    trainer.end()
+    return loss
+
+
 class Codebook(nn.Module):
     """Vector quantisation with an average per code, updated after its use."""
 
@@ -225,19 +234,8 @@ CASES |= {
     "whole model in eval mode": Case(build=with_norm, evaluating=True),
     "owners change their mode": Case(build=with_norm, step=modes_change),
     "validation after each step": Case(build=with_norm, step=validates),
-    "rank 0 validates alone": Case(build=with_norm, step=rank0_validates, may_refuse=("ddp",)),
-    "queue of keys": Case(
-        build=Queue, step=lambda t, s: labels_step(t, s), skip=()
-    ),
+    "rank 0 validates alone": Case(build=with_norm, step=rank0_validates, skip=("ddp",)),
+    "queue of keys": Case(build=Queue, step=labels_step),
     "codebook": Case(build=Codebook),
     "one buffer, two names": Case(build=Named),
 }
-
-
-def labels_step(trainer: Trainer, step: int) -> Tensor:
-    x, _ = batch(step)
-    logits = trainer.model(x)
-    loss = loss_of(logits, torch.zeros(len(x), dtype=torch.long))
-    loss.backward()
-    trainer.end()
-    return loss

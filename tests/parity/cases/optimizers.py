@@ -22,7 +22,13 @@ def matrices() -> nn.Module:
 
 
 def make(name: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda model: getattr(torch.optim, name)(model.parameters(), **options)
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        # Copies: a rate in a tensor may be changed in place.
+        own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(model.parameters(), **own)
+        return optimizer
+
+    return build
 
 
 def grouped(name: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -138,20 +144,21 @@ def after_forward(trainer: Trainer, step: int) -> Tensor:
     x, y = batch(step)
     loss = loss_of(trainer.model(x), y)
     for group in trainer.optimizer.param_groups:
-        group["lr"] = float(loss.detach()) * 1e-2
+        group["lr"] = 0.1 / (1 + step)
     loss.backward()
     trainer.end()
     return loss
 
 
 def between(change: Callable[[Trainer, int], None]) -> Callable[[Trainer, int], Tensor]:
-    """``change`` comes between backward() and the step; where averages are by hand, after those."""
+    """``change`` comes between backward() and the step, after whatever backward began."""
 
     def step(trainer: Trainer, number: int) -> Tensor:
         x, y = batch(number)
         loss = loss_of(trainer.model(x), y)
         loss.backward()
-        trainer.kept["between"] = lambda: change(trainer, number)
+        trainer.settle()
+        change(trainer, number)
         trainer.end()
         return loss
 
