@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tests.parity.cases import buffers, late, loops, optimizers, outputs, recompute, shapes
+from tests.parity.cases import buffers, corners, late, loops, optimizers, outputs, recompute, shapes
 from tests.parity.harness import Case
 
 GROUPS: dict[str, dict[str, Case]] = {
     "buffers": buffers.CASES,
+    "corners": corners.CASES,
     "late": late.CASES,
     "loops": loops.CASES,
     "optimizers": optimizers.CASES,

@@ -234,7 +234,7 @@ def post_hooks(trainer: Trainer) -> None:
 def ema(trainer: Trainer) -> None:
     average = AveragedModel(trainer.inner, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     trainer.kept["average"] = average
-    trainer.extra += [*average.module.parameters(), *average.module.buffers()]
+    trainer.extra += average.module.parameters()
 
 
 def ema_step(trainer: Trainer, step: int) -> Tensor:
@@ -345,8 +345,6 @@ def by_parts(trainer: Trainer, step: int) -> Tensor:
     hidden = pause(torch.tanh(model.encoder(x)), lambda: model.head.weight)
     loss = loss_of(model.head(hidden), y)
     loss.backward()
-    with torch.no_grad():  # right after backward, when updates may be under way
-        trainer.extra.append(model.encoder(x) if step == 100 else torch.zeros(1))
     trainer.end()
     return loss
 
