@@ -4,8 +4,10 @@ from sapwood.sync.base import Context, StepOutcome, Synchroniser, SyncSettings, 
 from sapwood.sync.engines import make_engine
 from sapwood.sync.members import Members, check_model
 from sapwood.sync.optim import Views, choose_mode
+from sapwood.sync.supported import Claim, check_kinds, check_schedulers, without_zero_clip
 
 __all__ = [
+    "Claim",
     "Context",
     "Members",
     "StepOutcome",
@@ -13,7 +15,10 @@ __all__ = [
     "SyncStats",
     "Synchroniser",
     "Views",
+    "check_kinds",
     "check_model",
+    "check_schedulers",
     "choose_mode",
     "make_engine",
+    "without_zero_clip",
 ]
