@@ -110,10 +110,9 @@ class Run:
         """Join the group, check that all ranks hold the same, and install the engine."""
         places = resolve(RunSettings, "run", {"folder": folder, "trace": trace})
         sync = resolve(SyncSettings, "sync", without_zero_clip(settings))
-        check_kinds(model, optimizer)
         self.optimizer = optimizer
         self.events = EventBus()
-        self.schedulers = check_schedulers(schedulers, optimizer)
+        self.schedulers: list[LRScheduler] = []
         self.scaler = scaler
         self.step_count = 0
         self._pid = os.getpid()
@@ -124,6 +123,9 @@ class Run:
         self._next_flush = 0.0
         self.group = Group.join(check_model(model), timeout=sync.value.timeout)
         try:
+            # In the group, so that the other ranks hear of a refusal and need not wait for it.
+            check_kinds(model, optimizer)
+            self.schedulers += check_schedulers(schedulers, optimizer)
             context = self._start(model, scaler, id, places, sync)
         except BaseException as error:
             self._abandon_fork()

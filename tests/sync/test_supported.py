@@ -255,9 +255,10 @@ def test_a_run_that_failed_to_start_holds_nothing() -> None:
     optimizer = sgd(model)
     with pytest.raises(ConfigError) as kept:  # as a notebook keeps the last traceback
         sapwood.Run(model, optimizer, update="layerwise", clip_grad_norm=1.0)
-    with pytest.raises(ConfigError), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sapwood.run.make_engine", refuse)
-        sapwood.Run(model, optimizer)
+        with pytest.raises(ConfigError, match="no engine today"):
+            sapwood.Run(model, optimizer)
     models.train_plain(model, optimizer, 1)  # optimizer.step() is the user's own again
     with sapwood.Run(model, optimizer) as run:
         models.train_run_step(run, 0)
@@ -282,3 +283,34 @@ def test_a_run_that_was_lost_is_closed() -> None:
     with sapwood.Run(model, optimizer) as run:
         assert models.train_run_step(run, 1) == expected[1:]
     assert models.same(models.weights(plain), models.weights(model))
+
+
+def second_on_one_rank() -> None:
+    models_of_rank = [models.mlp(), models.mlp()]
+    first = sapwood.Run(models_of_rank[0], sgd(models_of_rank[0]), id="first", timeout=30.0)
+    again = models_of_rank[0 if ranks.rank() == 1 else 1]
+    with first, sapwood.Run(again, sgd(again), timeout=30.0):
+        pass
+
+
+def wrapped_on_one_rank() -> None:
+    model: nn.Module = models.mlp()
+    if ranks.rank() == 1:
+        model = nn.DataParallel(model)
+    sapwood.Run(model, sgd(model), timeout=30.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (second_on_one_rank, "UsageError", "run first trains this model already"),
+        (wrapped_on_one_rank, "ConfigError", "wrapped in DataParallel"),
+    ],
+)
+def test_a_refusal_on_one_rank_reaches_the_other(
+    function: Callable[[], None], kind: str, message: str
+) -> None:
+    other, culprit = ranks.spawn(function, 2, expect_errors=True, timeout=100)
+    assert (other.error_type, culprit.error_type) == ("PeerFailed", kind)
+    assert message in culprit.error
+    assert message in other.error

@@ -123,14 +123,16 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", ["layerwise", "deferred"])
 def test_a_gan_is_as_with_ddp(mode: str, count: int) -> None:
     for facts in ranks.spawn(our_gan, count, MODES[mode], init=count > 1, timeout=100):
-        assert facts["d"] and facts["g"]
+        assert facts["d"]
+        assert facts["g"]
         assert facts["plans"] == (1, 1)
         assert facts["steps"] == (STEPS, STEPS)
 
 
 def test_a_gan_with_engine_ddp() -> None:
     for facts in ranks.spawn(our_gan, 2, MODES["ddp"], init=True, timeout=100):
-        assert facts["d"] and facts["g"]
+        assert facts["d"]
+        assert facts["g"]
 
 
 def generator_first() -> dict[str, Any]:
@@ -162,7 +164,8 @@ def generator_first() -> dict[str, Any]:
 def test_the_generator_may_come_first(count: int) -> None:
     facts = ranks.spawn(generator_first, count, timeout=100)
     assert all(one == facts[0] for one in facts)
-    assert facts[0]["untouched"] and facts[0]["trained"]
+    assert facts[0]["untouched"]
+    assert facts[0]["trained"]
     assert facts[0]["plans"] == (1, 1)
 
 
@@ -244,7 +247,9 @@ def test_a_step_while_everything_is_frozen_is_refused_and_can_be_mended() -> Non
         models.train_run_step(run, 0)
         with frozen(model):
             run.model(models.batch(1)[0])  # for another Run's backward
-            with pytest.raises(UsageError, match=r"every parameter .* frozen.*requires_grad_\(True"):
+            with pytest.raises(
+                UsageError, match=r"every parameter .* frozen.*requires_grad_\(True"
+            ):
                 run.step()
         assert run.step_count == 1
         models.train_run_step(run, 1)

@@ -9,7 +9,6 @@ from torch import nn
 
 from sapwood.errors import ConfigError, UsageError
 from sapwood.state.tensors import named_parameters
-from sapwood.sync.supported import check_parameters
 
 __all__ = ["Members", "check_model"]
 
@@ -100,9 +99,10 @@ def check_model(model: nn.Module) -> torch.device:
     """The one device the model is on.
 
     Raises:
-        ConfigError: it is on several, has no parameters, or some without plain memory.
+        ConfigError: it is on several, or has no parameters.
     """
-    check_parameters(model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     by_device: dict[torch.device, str] = {}
     for name, parameter in named_parameters(model).items():
         by_device.setdefault(parameter.device, name)

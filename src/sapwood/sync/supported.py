@@ -6,7 +6,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from sapwood.state.tensors import clean_name, named_parameters, unwrap
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Claim", "check_kinds", "check_parameters", "check_schedulers", "without_zero_clip"]
+__all__ = ["Claim", "check_kinds", "check_schedulers", "without_zero_clip"]
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,6 @@ def check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigError: with the name of the kind, where it is, and what to pass instead.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"the optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer"
@@ -88,14 +86,11 @@ def check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for found in _kinds(optimizer) & _OPTIMIZERS.keys():
         kind = found.rpartition(".")[2].lstrip("_")
         raise ConfigError(f"the optimizer is a {kind}: {_OPTIMIZERS[found]}")
+    _check_tensors(model)
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Refuse parameters and buffers that have no plain memory of their own on this rank.
-
-    Raises:
-        ConfigError: a tensor is a DTensor, or has no shape yet.
-    """
+def _check_tensors(model: nn.Module) -> None:
+    """Refuse parameters and buffers that have no plain memory of their own on this rank."""
     inner = unwrap(model)
     tensors: Iterable[tuple[str, Tensor]] = (*inner.named_parameters(), *inner.named_buffers())
     for name, tensor in tensors:
@@ -174,7 +169,7 @@ def without_zero_clip(settings: Mapping[str, Any]) -> dict[str, Any]:
 class Claim:
     """What one open Run trains; held by that Run, and forgotten with it."""
 
-    _open: weakref.WeakSet[Claim] = weakref.WeakSet()
+    _open: ClassVar[weakref.WeakSet[Claim]] = weakref.WeakSet()
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take a model and an optimizer.
@@ -207,8 +202,8 @@ class Claim:
                 what = f"{len(both)} of these parameters already ({min(both)})"
         if what is not None:
             raise UsageError(
-                f"run {other.run} trains {what}; two Runs would both update it. Close the other one "
-                "first: run.close(), or make it in a `with` block"
+                f"run {other.run} trains {what}; two Runs would both update it. Close the other "
+                "one first: run.close(), or make it in a `with` block"
             )
 
 
