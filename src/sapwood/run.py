@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,16 +37,20 @@ from sapwood.state.extras import Extras, Stateful
 from sapwood.state.tensors import describe_model, named_buffers, named_parameters
 from sapwood.sync import (
     Averaging,
+    Claim,
     Context,
     Members,
     Synchroniser,
     SyncSettings,
     SyncStats,
     Views,
+    check_kinds,
     check_model,
+    check_schedulers,
     choose_averager,
     choose_mode,
     make_engine,
+    without_zero_clip,
 )
 
 if TYPE_CHECKING:
@@ -90,6 +95,8 @@ class Run:
         step_count: steps ended so far; events of the n-th step say ``step=n``, from 1.
     """
 
+    _closed = True  # until it is whole, there is nothing to close
+
     def __init__(
         self,
         model: nn.Module,
@@ -104,27 +111,34 @@ class Run:
     ) -> None:
         """Join the group, check that all ranks hold the same, and install the engine."""
         places = resolve(RunSettings, "run", {"folder": folder, "trace": trace})
-        sync = resolve(SyncSettings, "sync", settings)
+        sync = resolve(SyncSettings, "sync", without_zero_clip(settings))
         self.optimizer = optimizer
         self.events = EventBus()
-        self.schedulers = list(schedulers)
+        self.schedulers: list[LRScheduler] = []
         self.scaler = scaler
         self.step_count = 0
-        self._closed = False
+        self._pid = os.getpid()
         self._donor: Donor | None = None
         self._fork: Fork | None = None
+        self._claim: Claim | None = None
+        self._views: Views | None = None
         self._next_flush = 0.0
         self.group = Group.join(check_model(model), timeout=sync.value.timeout)
         try:
+            # In the group, so that the other ranks hear of a refusal and need not wait for it.
+            check_kinds(model, optimizer)
+            self.schedulers += check_schedulers(schedulers, optimizer)
             context = self._start(model, scaler, id, places, sync)
         except BaseException as error:
             self._abandon_fork()
+            self._let_go()
             self.group.board.post(f"{type(error).__name__}: {error}")
             self.group.close()
             raise
         self._mode = context.mode
         self.model = self._engine.model
         self._at_exit = AtExit(self.close)
+        self._closed = False
         try:
             self._go_on_as_fork()
         except BaseException as error:
@@ -140,7 +154,9 @@ class Run:
         sync: Resolved[SyncSettings],
     ) -> Context:
         group = self.group
-        names, parameters = Members(model, self.optimizer).read()
+        self._claim = Claim(model, self.optimizer)
+        self._members = Members(model, self.optimizer)
+        names, parameters = self._members.read()
         mode, reason = choose_mode(
             self.optimizer,
             sync.value.update,
@@ -155,7 +171,7 @@ class Run:
             _give_rank0_values(group, model)
         averaging = choose_averager(group, sync.value.averaging)
         log.info("averaging is %s: %s", averaging.averager.name, averaging.reason)
-        self.id = group.share_text("run id", run_id or new_run_id())
+        self.id = self._claim.run = group.share_text("run id", run_id or new_run_id())
         self._place = RunFolder(places.value.folder, self.id)
         if group.rank == 0:
             self._place.create(_facts(group, mode, averaging, places, sync, self.forked_from))
@@ -169,11 +185,12 @@ class Run:
                 world=group.world,
                 run_id=self.id,
             )
+        self._views = Views(self.optimizer, sync.value.fused, mode)
         context = Context(
             model=model,
             names=names,
             parameters=parameters,
-            views=Views(self.optimizer, sync.value.fused, mode),
+            views=self._views,
             mode=mode,
             scaler=scaler,
             group=group,
@@ -182,7 +199,6 @@ class Run:
             trace=self.trace,
             settings=sync.value,
         )
-        self._views = context.views
         self._engine: Synchroniser = make_engine(context)
         self._engine.attach()
         return context
@@ -197,6 +213,7 @@ class Run:
             PeerFailed: another rank failed, died or left.
         """
         self._check_open()
+        self._members.check_trained()
         if self._fork is not None:
             self._fork.finish()
         faults.point("run.step", step=self.step_count + 1)
@@ -218,10 +235,14 @@ class Run:
         return ended
 
     @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Inside, backward only adds to the local gradients; the first one outside averages all."""
+    def accumulate(self, *, active: bool = True) -> Iterator[None]:
+        """Inside, backward only adds to the local gradients; the first one outside averages all.
+
+        Put forward and backward of a part inside. With ``active=False`` it does nothing, for loops
+        that know by a flag which part is the last: ``with run.accumulate(active=not last):``.
+        """
         before = self._engine.accumulating
-        self._engine.accumulating = True
+        self._engine.accumulating = before or active
         try:
             yield
         finally:
@@ -365,13 +386,30 @@ class Run:
         else:
             self.group.board.post(f"{type(error).__name__}: {error}")
         self._engine.close()
-        self._views.release()
+        self._let_go()
         self.trace.close()
         if self.group.rank == 0:
             state = "ended" if error is None else "failed"
             text = None if error is None else f"{type(error).__name__}: {error}"
             self._place.status(state, self.step_count, text)
         self.group.close()
+
+    def __del__(self) -> None:
+        """Close a Run that was lost: its hooks on the model would take part in the next one's."""
+        # A process forked from this one must not leave the group in its name.
+        if not self._closed and self._pid == os.getpid():
+            log.info("run %s was dropped without close(); closing it now", self.id)
+            try:
+                self.close()
+            except Exception as error:
+                log.error("while closing run %s, which was dropped: %s", self.id, error)
+
+    def _let_go(self) -> None:
+        """Let the model and the optimizer be used by others again."""
+        if self._views is not None:
+            self._views.release()
+        if self._claim is not None:
+            self._claim.release()
 
     def __enter__(self) -> Run:
         """Close at the end of a ``with`` block."""

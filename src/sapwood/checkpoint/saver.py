@@ -225,7 +225,10 @@ class Saver:
         try:
             capture.metrics = dict(self._metrics)
             groups = self._run.optimizer.param_groups
-            capture.extras = self._extras.take(step, groups, self._pool.contents.plain)
+            contents = self._pool.contents
+            taken, tied = self._extras.take(step, groups, contents.plain), dict(contents.tied)
+            # Beside the catalog, whose rows other versions read too, and only where there are some.
+            capture.extras = (lambda: {**taken(), "tied": tied}) if tied else taken
         except Exception:
             self._abandon(capture)
             raise

@@ -200,9 +200,7 @@ def _link(
         link.setblocking(False)
 
 
-def _greeted(
-    link: socket.socket, secret: bytes, missing: set[int], deadline: float
-) -> int | None:
+def _greeted(link: socket.socket, secret: bytes, missing: set[int], deadline: float) -> int | None:
     """The rank behind a new connection; None for a stranger."""
     with suppress(OSError, struct.error):
         _check_user(link)

@@ -280,7 +280,10 @@ def _same(now: Any, before: Any) -> bool:
         return (
             isinstance(before, tuple)
             and len(before) == len(now)
-            and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(now, before, strict=True))
+            and all(
+                a is b or (not isinstance(a, Tensor) and a == b)
+                for a, b in zip(now, before, strict=True)
+            )
         )
     return bool(now == before)
 

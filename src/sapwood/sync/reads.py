@@ -230,16 +230,53 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 def _metadata() -> frozenset[Any]:
     """What can be asked of a parameter without reading its values."""
-    getters = (
-        "grad requires_grad shape dtype device layout is_leaf grad_fn ndim names is_cuda is_cpu "
-        "is_sparse is_meta is_quantized is_mkldnn is_nested _version _backward_hooks output_nr "
-        "retains_grad _grad _grad_fn _post_accumulate_grad_hooks itemsize nbytes"
-    ).split()
-    methods = (
-        "size dim numel nelement stride storage_offset is_contiguous is_floating_point is_complex "
-        "element_size register_hook register_post_accumulate_grad_hook __hash__ __len__ "
-        "requires_grad_ retain_grad is_same_size"
-    ).split()
+    getters = [
+        "grad",
+        "requires_grad",
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "is_leaf",
+        "grad_fn",
+        "ndim",
+        "names",
+        "is_cuda",
+        "is_cpu",
+        "is_sparse",
+        "is_meta",
+        "is_quantized",
+        "is_mkldnn",
+        "is_nested",
+        "_version",
+        "_backward_hooks",
+        "output_nr",
+        "retains_grad",
+        "_grad",
+        "_grad_fn",
+        "_post_accumulate_grad_hooks",
+        "itemsize",
+        "nbytes",
+    ]
+    methods = [
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "stride",
+        "storage_offset",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "__hash__",
+        "__len__",
+        "requires_grad_",
+        "retain_grad",
+        "is_same_size",
+    ]
     found: set[Any] = set()
     for name in getters:
         descriptor = getattr(Tensor, name, None)
