@@ -75,8 +75,10 @@ class RunFolder:
                 "folder= a place you may write to, or set SAPWOOD_FOLDER"
             ) from error
 
-    def status(self, state: str, step: int, error: str | None = None, *, now: bool = True) -> None:
+    def status(self, state: str, step: int, detail: str | None = None, *, now: bool = True) -> None:
         """Write status.json; with ``now=False`` at most once a second.
+
+        ``detail`` is the error of a failed run, or why one stopped.
 
         A full disk is logged and not raised: a training does not end because it cannot say so.
         """
@@ -85,8 +87,8 @@ class RunFolder:
             return
         self._next_status = clock + _STATUS_EVERY
         entry: dict[str, Any] = {"state": state, "step": step, "time": time.time()}
-        if error is not None:
-            entry["error"] = error
+        if detail is not None:
+            entry["error" if state == "failed" else "detail"] = detail
         try:
             replace_text(self.path / "status.json", json.dumps(entry))
         except OSError as problem:
