@@ -224,9 +224,18 @@ class Run:
             self._flush_trace()
         if self.group.rank == 0:
             self._place.status("running", self.step_count, now=False)
-        self._stopping.step_ended(self.step_count)
+        self._stop_if_asked()
         self.events.raise_pending()
         return ended
+
+    def _stop_if_asked(self) -> None:
+        try:
+            self._stopping.step_ended(self.step_count)
+        except Stopped as stopped:
+            # At once: whoever ends this process next may not let it come to `close`.
+            if self.group.rank == 0:
+                self._place.status(*_final(self.step_count, None, stopped))
+            raise
 
     @property
     def stopping(self) -> bool:

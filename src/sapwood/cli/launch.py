@@ -66,22 +66,23 @@ def launch(plan: Plan) -> int:
     keep = plan.logs is not None
     try:
         failures = _run_ranks(plan, folder, leave)
-        if failures and all(f.exitcode == EXIT_CODE for f in failures.values()):
-            return _say_stopped(folder / "notes")
+        codes = {failure.exitcode for failure in failures.values()}
+        if codes == {EXIT_CODE} and (stopped := _how_stopped(folder / "notes")):
+            return _say(stopped)
         # The message names a traceback in the folder, so that one stays.
         keep = keep or bool(failures)
         return _report(failures) if failures else 0
     except _StopError as ended:
-        if any("stopped" in note for note in read_notes(folder / "notes")):
-            return _say_stopped(folder / "notes")
+        if stopped := _how_stopped(folder / "notes"):
+            return _say(stopped)
         print(f"sapwood: {ended}; the ranks are ended too", file=sys.stderr)
         return ended.code
     finally:
-        limit.close()
-        del os.environ[NOTES]
         # What follows is bounded in time; a second signal must not leave ranks behind.
         for number in _STOP:
             signal.signal(number, signal.SIG_IGN)
+        limit.close()
+        del os.environ[NOTES]
         process.end_descendants(_LEFTOVER_GRACE)
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -188,17 +189,17 @@ def _share_cores(ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
-def _say_stopped(notes: Path) -> int:
-    """The run ended as it was asked to."""
+def _how_stopped(notes: Path) -> str:
+    """What the ranks say of a stop they were asked for; nothing if there was none."""
     found = [note for note in read_notes(notes) if "stopped" in note]
-    if found:
-        saved = "saved" if all(note["saved"] for note in found) else "not saved"
-        what = f"after step {found[0]['stopped']} ({saved}): {found[0]['reason']}"
-    else:
-        what = "before its first step"
-    print(
-        f"sapwood: stopped {what}; start it again to go on (exit code {EXIT_CODE})", file=sys.stderr
-    )
+    if not found:
+        return ""
+    saved = "saved" if all(note["saved"] for note in found) else "not saved"
+    return f"stopped after step {found[0]['stopped']} ({saved}): {found[0]['reason']}"
+
+
+def _say(stopped: str) -> int:
+    print(f"sapwood: {stopped}; start it again to go on", file=sys.stderr)
     return EXIT_CODE
 
 

@@ -9,9 +9,15 @@ from collections.abc import Mapping
 from sapwood.errors import ConfigError
 from sapwood.runtime.folder import process_start
 
-__all__ = ["process_age", "slurm_seconds_left"]
+__all__ = ["process_age", "slurm_seconds_left", "started_again"]
 
 _END = "SLURM_JOB_END_TIME"
+
+
+def started_again(env: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun or ``sapwood run`` started this rank after an attempt that ended."""
+    env = os.environ if env is None else env
+    return env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def process_age(env: Mapping[str, str] | None = None) -> float:
@@ -19,9 +25,7 @@ def process_age(env: Mapping[str, str] | None = None) -> float:
 
     A launcher that restarts ranks does so inside the same job, whose time goes on.
     """
-    env = os.environ if env is None else env
-    again = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    began = process_start(os.getppid() if again else os.getpid())
+    began = process_start(os.getppid() if started_again(env) else os.getpid())
     if began is None:
         return time.process_time()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")

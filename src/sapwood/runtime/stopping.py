@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from sapwood.errors import ConfigError, SapwoodError, SubscriberError
 from sapwood.events import EventBus, RunStopping
 from sapwood.runtime.agreed import AgreedStep
-from sapwood.runtime.clock import process_age, slurm_seconds_left
+from sapwood.runtime.clock import process_age, slurm_seconds_left, started_again
 from sapwood.runtime.durations import parse_seconds, show_seconds
 from sapwood.runtime.group import Group
 from sapwood.runtime.notes import LaunchNote
@@ -90,9 +90,12 @@ def check_time_left(settings: StopSettings) -> None:
         Stopped: the limit of time is over.
     """
     left = settings.seconds_left()
-    if left is not None and left <= 0:
+    # An attempt after the one that stopped for this limit would only save what is saved.
+    least = parse_seconds(settings.stop_timeout, "stop_timeout") if started_again() else 0.0
+    if left is not None and left <= least:
         reason = f"the time limit ({_shown(settings)}) was over before the run began"
         log.warning("%s: nothing is trained; raise time_limit=, or start the job anew", reason)
+        LaunchNote(int(os.environ.get("RANK", "0"))).write(stopped=0, saved=False, reason=reason)
         raise Stopped(step=0, reason=reason, saved=False)
 
 
