@@ -66,7 +66,8 @@ def launch(plan: Plan) -> int:
     keep = plan.logs is not None
     try:
         failures = _run_ranks(plan, folder, leave)
-        codes = {failure.exitcode for failure in failures.values()}
+        # torch ends the others when the first leaves, some of them just before they would.
+        codes = {failure.exitcode for failure in failures.values()} - {-signal.SIGTERM}
         if codes == {EXIT_CODE} and (stopped := _how_stopped(folder / "notes")):
             return _say(stopped)
         # The message names a traceback in the folder, so that one stays.
