@@ -90,7 +90,7 @@ class RunFolder:
         self._next_status = clock + _STATUS_EVERY
         entry: dict[str, Any] = {"state": state, "step": step, "time": time.time()}
         if detail is not None:
-            entry["error" if state == "failed" else "detail"] = detail
+            entry["detail" if state == "stopped" else "error"] = detail
         try:
             replace_text(self.path / "status.json", json.dumps(entry))
         except OSError as problem:
