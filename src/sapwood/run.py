@@ -33,6 +33,8 @@ from sapwood.runtime.folder import RunFolder, host_facts, new_run_id
 from sapwood.runtime.group import Group
 from sapwood.runtime.handle import run_state
 from sapwood.runtime.settings import UNSET, Resolved, resolve
+from sapwood.runtime.stopped import Stopped
+from sapwood.runtime.stopping import Stopping, StopSettings, check_time_left
 from sapwood.state.extras import Extras, Stateful
 from sapwood.state.tensors import describe_model, named_buffers, named_parameters
 from sapwood.sync import (
@@ -64,8 +66,8 @@ _PLAIN = (int, float, str, tuple, type(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
-    """Where a run leaves its traces."""
+class RunSettings(StopSettings):
+    """Where a run leaves its traces, and when it stops."""
 
     folder: str | Path = "runs"
     """The folder that holds the run's own folder."""
@@ -84,6 +86,10 @@ class Run:
         id: the run's id; made up if not given.
         folder: where run folders are kept (default ``runs``).
         trace: write a trace (default off).
+        time_limit: stop, as if asked to, in time before so much has passed since the job began:
+            seconds, "3h55m", or "slurm" (default none).
+        stop_timeout: how long a stop waits for its checkpoint (default "60s").
+        stop_signals: which signals ask for a stop (default SIGTERM and SIGUSR1; None for none).
         settings: any field of ``SyncSettings``: engine, update, clip_grad_norm, fused, bucket_mb,
             timeout, ... Each can also come from ``SAPWOOD_<NAME>`` or ``[sync]`` in sapwood.toml.
 
@@ -107,10 +113,16 @@ class Run:
         id: str | None = None,
         folder: str | Path = UNSET,
         trace: bool = UNSET,
+        time_limit: float | str | None = UNSET,
+        stop_timeout: float | str = UNSET,
+        stop_signals: str | Sequence[str] | None = UNSET,
         **settings: Any,
     ) -> None:
         """Join the group, check that all ranks hold the same, and install the engine."""
-        places = resolve(RunSettings, "run", {"folder": folder, "trace": trace})
+        stops = {"time_limit": time_limit, "stop_timeout": stop_timeout}
+        given = {"folder": folder, "trace": trace, "stop_signals": stop_signals, **stops}
+        places = resolve(RunSettings, "run", given)
+        check_time_left(places.value)
         sync = resolve(SyncSettings, "sync", without_zero_clip(settings))
         self.optimizer = optimizer
         self.events = EventBus()
@@ -137,6 +149,7 @@ class Run:
             raise
         self._mode = context.mode
         self.model = self._engine.model
+        self._stopping = Stopping(self.group, self.events, places.value)
         self._at_exit = AtExit(self.close)
         self._closed = False
         try:
@@ -211,8 +224,10 @@ class Run:
         Raises:
             SubscriberError: a subscriber raised since the last step; the step itself is complete.
             PeerFailed: another rank failed, died or left.
+            Stopped: the run was asked to stop; the step is complete on all ranks, and saved.
         """
         self._check_open()
+        self._stopping.check()
         self._members.check_trained()
         if self._fork is not None:
             self._fork.finish()
@@ -231,8 +246,27 @@ class Run:
             self._flush_trace()
         if self.group.rank == 0:
             self._place.status("running", self.step_count, now=False)
+        self._stop_if_asked()
         self.events.raise_pending()
         return ended
+
+    def _stop_if_asked(self) -> None:
+        try:
+            self._stopping.step_ended(self.step_count)
+        except Stopped as stopped:
+            # At once: whoever ends this process next may not let it come to `close`.
+            if self.group.rank == 0:
+                self._place.status(*_final(self.step_count, None, stopped))
+            raise
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run is asked to stop: a soon coming ``step`` raises ``Stopped``.
+
+        Ranks learn of it at different moments: end a long evaluation early for it, but let
+        nothing depend on it that all ranks must do alike.
+        """
+        return self._stopping.asked
 
     @contextmanager
     def accumulate(self, *, active: bool = True) -> Iterator[None]:
@@ -378,6 +412,10 @@ class Run:
         self._closed = True
         self._at_exit.forget()
         error = error or self.group.board.uncaught
+        stopped = self._stopping.stopped
+        if isinstance(error, Stopped):
+            error = None  # an ending all ranks agreed on: nobody failed
+        self._stopping.close()
         self._abandon_fork()
         if self._donor is not None:
             self._donor.close()
@@ -389,9 +427,7 @@ class Run:
         self._let_go()
         self.trace.close()
         if self.group.rank == 0:
-            state = "ended" if error is None else "failed"
-            text = None if error is None else f"{type(error).__name__}: {error}"
-            self._place.status(state, self.step_count, text)
+            self._place.status(*_final(self.step_count, error, stopped))
         self.group.close()
 
     def __del__(self) -> None:
@@ -436,6 +472,17 @@ class Run:
             lines.append(f"group {number}: {len(group['params'])} parameters, {plain}")
         lines += [f"{k} = {v!r}" for k, v in dataclasses.asdict(settings).items()]
         return lines
+
+
+def _final(
+    step: int, error: BaseException | None, stopped: Stopped | None
+) -> tuple[str, int, str | None]:
+    """How the run folder says that the run is over."""
+    if error is not None:
+        return "failed", step, f"{type(error).__name__}: {error}"
+    if stopped is not None:
+        return "stopped", step, str(stopped)
+    return "ended", step, None
 
 
 def _give_rank0_values(group: Group, model: nn.Module) -> None:
