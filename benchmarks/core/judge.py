@@ -62,9 +62,6 @@ def ours_over_best(
     values = samples.get(ours, {}).get(metric.name, [])
     if peer is None or not values:
         return None
-    if summarise(samples[peer][metric.name]).median <= 0:
-        # A difference of two times that noise made negative: a ratio to it says nothing.
-        return None
     return ratio_of_medians(values, samples[peer][metric.name])
 
 
