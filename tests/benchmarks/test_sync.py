@@ -67,7 +67,7 @@ def test_emulated_ranks_on_two_machines() -> None:
     case = {
         "compute": "emulated",
         "workload": "resnet50",
-        "ranks": 4,
+        "ranks": 2,
         "machines": 2,
         "link": "8gbit",
     }
@@ -78,4 +78,4 @@ def test_emulated_ranks_on_two_machines() -> None:
     facts = extra["facts"]
     assert facts["link"].endswith("8.0 nominal")
     assert facts["layers take"].startswith("70 ms forward and 137 ms backward")
-    assert facts["gradients"].startswith("4 ranks x 24")
+    assert facts["gradients"].startswith("2 ranks x 48")
