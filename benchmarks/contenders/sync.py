@@ -6,6 +6,7 @@ same order, and uses the same fused optimizer kernels. Gradients are dropped, no
 
 from __future__ import annotations
 
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -139,6 +140,7 @@ class Sapwood(Trainer):
         import sapwood
 
         super().__init__(workload)
+        self.folder = folder
         self.run = sapwood.Run(
             self.plain,
             workload.optimizer(self.plain),
@@ -249,6 +251,16 @@ def observe(
             trainer()
     buckets, sizes = zip(*trainer.early.shares(), strict=True)
     return {"early_share": list(buckets), "early_bytes": list(sizes)}
+
+
+def averaging(
+    workload: Workload, context: Context, made: dict[str, Trainer], contender: str
+) -> str | None:
+    """How ours averages here, as the run's own folder says; rank 0 writes it."""
+    trainer = made[contender]
+    assert isinstance(trainer, Sapwood)
+    facts = context.scratch / trainer.folder / trainer.run.id / "run.toml"
+    return tomllib.loads(facts.read_text()).get("layout", {}).get("averaging")
 
 
 def events_cost(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import importlib.util
-import inspect
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ MEGABYTES = {1: 48, 2: 48, 4: 24, 8: 12, 16: 6}
 # Of a limit, which passes bursts; a transfer that gets less is told and goes into the floor.
 TOLERANCE = 0.15
 REFERENCE = "ddp"
-DIRECT, MPI = "sapwood direct", "mpi4py"
+OURS, DIRECT, MPI = "sapwood", "sapwood direct", "mpi4py"
 OBSERVED = "sapwood+subscriber"
 # Two addends sum the same in any order, so every tensor must agree. With more ranks the order
 # follows the bucket layout, and a tensor whose true gradient is zero moves by rounding alone.
@@ -68,9 +68,9 @@ def absent(name: str, case: Case) -> str | None:
 
 
 def has_averaging() -> bool:
-    import sapwood
+    from sapwood.sync import SyncSettings
 
-    return "averaging" in inspect.signature(sapwood.Run).parameters
+    return any(field.name == "averaging" for field in dataclasses.fields(SyncSettings))
 
 
 def difference_texts(found: Mapping[str, Any], world: int) -> list[str]:
@@ -148,6 +148,9 @@ class SyncSession:
             slowest = max(slowest, measured["wall"])
         self.steps = max(1, min(self.options["max_burst"], int(self.options["burst"] / slowest)))
         self.say_sizes(group.ask("call", function="gradient_bytes")[0])
+        if OURS in self.names:
+            chosen = group.ask("call", function="averaging", contender=OURS)[0]
+            self.extra.facts |= {f"{OURS} averages": chosen} if chosen else {}
         self.check(group)
 
     def say_sizes(self, nbytes: int) -> None:

@@ -50,12 +50,13 @@ def test_quick_has_each_kind_of_case_once_and_filters_go_beyond_it() -> None:
 
 
 def test_contenders_on_one_machine_train_the_same_weights() -> None:
-    names = ["sapwood", "sapwood+subscriber", "ddp static+view", "ddp", "no overlap", "local"]
+    names = ["sapwood", "sapwood direct", "sapwood+subscriber", "ddp", "no overlap", "local"]
     if importlib.util.find_spec("mpi4py") is not None:
         names.append("mpi4py")
     case = {"compute": "cpu", "workload": "nt3", "ranks": 2, "machines": 1, "link": "loopback"}
     measured, extra = measure("sync_session", "SyncSession", case, names, OPTIONS)
     assert all(measured[name]["step"] > 0 for name in names)
+    assert extra["facts"]["sapwood averages"] == "node"
     assert extra["facts"]["gradients"] == "2 ranks x 32.0 MB"
     assert "max abs difference" in extra["facts"]["weights after 3 steps"]
     seen = extra["samples"]["sapwood+subscriber"]
@@ -76,6 +77,7 @@ def test_emulated_ranks_on_two_machines() -> None:
     # Both passes wait for their layers, whatever the machine does beside.
     assert all(measured[name]["step"] > 200 for name in names)
     facts = extra["facts"]
+    assert facts["sapwood averages"] == "direct", "one rank per machine has nobody to share with"
     assert facts["link"].endswith("8.0 nominal")
     assert facts["layers take"].startswith("70 ms forward and 137 ms backward")
     assert facts["gradients"].startswith("2 ranks x 48")
