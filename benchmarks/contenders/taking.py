@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,17 @@ MODES = {
     "sapwood backward": "backward",
     "sapwood sharded": "sharded",
     "sapwood single": "single",
+    "sapwood partner": "auto",
+    "sapwood parity": "auto",
 }
+TIERS = {
+    "sapwood partner": ("memory", "partner", "external"),
+    "sapwood parity": ("memory", "parity:{}", "external"),
+}
+"""Between nodes, which are then the ranks; without an entry, what is used by default."""
+SCHEMES = {4: "3+1", 8: "6+2"}
+"""Of parity, by the number of nodes."""
+NODE = "SAPWOOD_NODE"
 # A share of the time that no checkpoint of these turns exceeds: auto must not make them rarer.
 NO_BOUND = 0.99
 
@@ -45,6 +58,29 @@ class Save:
     written: int = 0
 
 
+@dataclass(kw_only=True)
+class Course:
+    """Seconds of a whole training in one rank, from its first step until its end is durable."""
+
+    run: float
+    """All steps, with what checkpoints kept them."""
+    ended: float
+    """When the last of them had ended, by the clock."""
+    taken: int
+    """Checkpoints, that of the end not counted."""
+    tiers: dict[str, float]
+    """From the last step until this rank's share was safe, by tier; ours only."""
+
+
+def saved_at(step: int, every: int) -> bool:
+    """Whether the n-th step of a course is saved.
+
+    In the middle of each stretch: what a checkpoint does behind its step then falls on steps that
+    are timed, for a rare one as well as for a frequent one.
+    """
+    return step % every == every // 2
+
+
 class Contender(ABC):
     """A training and a way to save it; ``begin`` and ``end`` enclose a turn."""
 
@@ -55,7 +91,8 @@ class Contender(ABC):
 
     def __init__(self, training: Training, context: Context, name: str) -> None:
         self.training, self.context = training, context
-        self.folder = context.scratch / name.replace(" ", "-").replace(",", "")
+        home = Path(context.options.get("place") or context.scratch)
+        self.folder = home / name.replace(" ", "-").replace(",", "")
         self.saves = 0
 
     @abstractmethod
@@ -69,6 +106,10 @@ class Contender(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Waits until the last checkpoint is done, as far as the contender goes by itself."""
+
+    @abstractmethod
+    def course(self, steps: int, every: int) -> Course:
+        """Trains so many steps with checkpoints, saves the last state and waits for it."""
 
     @abstractmethod
     def restore(self) -> None:
@@ -120,12 +161,32 @@ class Peer(Contender):
         pair = time.perf_counter() - begun
         return Save(blocking=blocking + waited, pair=pair, called=called)
 
+    def course(self, steps: int, every: int) -> Course:
+        assert isinstance(self.training, Ddp)
+        taken = 0
+        begun = time.perf_counter()
+        for step in range(steps):
+            self.training.step(self.saver.before_update)
+            if saved_at(step, every):
+                taken += 1
+                if step < steps - 1:  # the last state is saved below, due or not
+                    self.save()
+        ended = time.perf_counter()
+        self.save()
+        return Course(run=ended - begun, ended=ended, taken=taken, tiers={})
+
+    def save(self) -> None:
+        """As one would in a training: what is still under way comes first."""
+        self.saver.wait()
+        self.saves += 1
+        self.saver.save(self.place())
+
     def settle(self) -> None:
         self.saver.wait()
 
     def sync(self) -> None:
         if not self.saver.syncs:
-            sync_tree(self.place())
+            sync_tree(self.folder)
 
     def restore(self) -> None:
         self.saver.load(self.place())
@@ -147,31 +208,67 @@ class Ours(Contender):
     def __init__(self, training: Training, context: Context, name: str) -> None:
         super().__init__(training, context, name)
         self.mode = MODES[name]
+        self.tiers = TIERS.get(name)
+        if self.tiers and any("{}" in tier for tier in self.tiers):
+            if context.world not in SCHEMES:
+                raise RuntimeError(f"parity needs {', '.join(map(str, SCHEMES))} ranks")
+            self.tiers = tuple(tier.format(SCHEMES[context.world]) for tier in self.tiers)
         self.checkpointer: Any = None
         self.choice: Any = None
         self.main = threading.get_ident()
 
     def begin(self) -> None:
+        self.open(self.plain + 2, self.plain + 1)
+
+    def open(self, every: int, first: int) -> None:
+        """A Checkpointer whose first checkpoint is that of the ``first`` step from here."""
         import sapwood
 
         assert isinstance(self.training, Sapwood)
-        run, every = self.training.run, self.plain + 2
-        while (run.step_count + self.plain + 1) % every:
+        run = self.training.run
+        while (run.step_count + first) % every:
             self.training.step()
-        self.checkpointer = sapwood.Checkpointer(
-            run,
-            self.folder,
-            every=every,
-            mode=self.mode,
-            engine=ENGINE,
-            overhead=NO_BOUND,
-            keep=None,
-        )
+        with self.as_node():
+            self.checkpointer = sapwood.Checkpointer(
+                run,
+                self.folder,
+                every=every,
+                mode=self.mode,
+                tiers=self.tiers,
+                engine=ENGINE,
+                overhead=NO_BOUND,
+                keep=None,
+            )
         if self.choice is not None:
             self.checkpointer._saver.pace.choice = self.choice
         self.choice = self.checkpointer._saver.pace.choice
         self.on_main: dict[str, bool] = {}
         self.probe = run.events.subscribe(sapwood.TensorUpdated, self.noticed, name="probe")
+
+    @contextlib.contextmanager
+    def as_node(self) -> Iterator[None]:
+        """Tiers between nodes take each rank for one."""
+        if self.tiers is None:
+            yield
+            return
+        os.environ[NODE] = f"node{self.context.rank}"
+        try:
+            yield
+        finally:
+            del os.environ[NODE]
+
+    def course(self, steps: int, every: int) -> Course:
+        assert isinstance(self.training, Sapwood)
+        run, stats = self.training.run, self.checkpointer.stats
+        taken = len(stats.saves)
+        begun = time.perf_counter()
+        for _ in range(steps):
+            self.training.step()
+        ended = time.perf_counter()
+        self.checkpointer.save()  # a step that was due is not saved again
+        self.checkpointer.wait()
+        taken = len(stats.saves) - taken - (1 if run.step_count % every else 0)
+        return Course(run=ended - begun, ended=ended, taken=taken, tiers=stats.saves[-1].durable)
 
     def noticed(self, event: Any) -> None:
         self.on_main["TensorUpdated"] = threading.get_ident() == self.main
