@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,20 +14,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from core.rank import Context
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from .fork_ablation import ABLATIONS, NONE
 from .fork_meeting import WAIT, Turn
 from .fork_training import ForkedSapwood, Fresh, Noting, fresh
 from .fork_ways import Way
-from .training import Workload, state_bytes
+from .training import Workload
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a clone asks for, and what is left out of it."""
+
+    approach: str = "deepclone"
+    transport: str = ""
+    """Without one: memory on one machine, gloo between machines."""
+    gated: bool = False
+    """Whether the first forward pass begins before all is there, as it does for users."""
+    without: str = NONE
+
+    @property
+    def since(self) -> str:
+        return "backward" if self.approach == "deepclone" else "end"
+
 
 ORDERS = {
-    "sapwood": ("deepclone", ""),
-    "sapwood gloo": ("deepclone", "gloo"),
-    "sapwood lazy": ("lazy", ""),
-    "sapwood p2p": ("p2p", ""),
-    "sapwood file": ("file", ""),
+    "sapwood": Order(),
+    "sapwood gated": Order(gated=True),
+    "sapwood gloo": Order(transport="gloo"),
+    "sapwood lazy": Order(approach="lazy"),
+    "sapwood p2p": Order(approach="p2p"),
+    "sapwood unsharded": Order(transport="gloo", without="unsharded"),
+    "sapwood unpacked": Order(transport="gloo", without="unpacked"),
+    "sapwood sliced": Order(transport="gloo", without="sliced"),
 }
-"""Approach and transport that a clone asks for; without one, what is chosen here is memory."""
 FAILED = -1
 
 
@@ -125,7 +150,13 @@ class PeerDonor(Donor):
 class OurDonor(Donor):
     training: ForkedSapwood
 
+    def __init__(self, training: ForkedSapwood, context: Context, name: str) -> None:
+        super().__init__(training, context)
+        self.without = ABLATIONS[ORDERS[name].without]
+        self.turn = contextlib.ExitStack()
+
     def join(self, turn: Turn) -> None:
+        self.turn.enter_context(self.without())
         run = self.training.run
         self.known = len(run.forks)
         self.go(turn, str(run.folder))
@@ -158,16 +189,22 @@ class OurDonor(Donor):
             time.sleep(0.002)
 
     def sent(self) -> int:
-        report = self.report()
-        if report.approach != "file":
-            return int(report.nbytes)
-        alone = self.context.rank == 0
-        return state_bytes(self.training.plain, self.training.optimizer) if alone else 0
+        return int(self.report().nbytes)
+
+    def end(self) -> None:
+        self.turn.close()
 
 
 class Clone(ABC):
+    since = "end"
+    """When it must be there; see ``fork_costs.needed_from``."""
+    whole = True
+    """Whether it has a state to train with, and not only its share of one."""
+
     def __init__(self, workload: Workload, context: Context) -> None:
         self.workload, self.context = workload, context
+        self.needed = 0.0
+        """When it began to be busy, for those that come late."""
 
     def build(self) -> Fresh:
         return fresh(self.workload)
@@ -175,6 +212,24 @@ class Clone(ABC):
     @abstractmethod
     def receive(self, state: Fresh, turn: Turn) -> None:
         """From ``go`` until this clone could train."""
+
+    def complete(self) -> None:
+        """Wait until the whole state is there, where ``receive`` does not."""
+        return
+
+    def train(self, state: Fresh, ready: Callable[[], None]) -> None:
+        """The first step of its own; calls ``ready`` when the state is whole."""
+        ready()
+        self.step(state)
+
+    @abstractmethod
+    def step(self, state: Fresh) -> None:
+        """An ordinary step."""
+
+    def loss(self, model: nn.Module) -> Tensor:
+        x, y = self.workload.batches[0]
+        loss: Tensor = self.workload.source.loss(model(x), y)
+        return loss
 
     def end(self) -> None:
         return
@@ -187,17 +242,30 @@ class PeerClone(Clone):
     def __init__(self, workload: Workload, context: Context, way: Way) -> None:
         super().__init__(workload, context)
         self.way = way
+        self.since, self.whole = way.since, way.whole
+        self.model: nn.Module | None = None
 
     def build(self) -> Fresh:
-        return super().build().with_optimizer_state()
+        """With all that training needs, so that it can begin at once."""
+        state = super().build().with_optimizer_state()
+        self.model = DistributedDataParallel(state.model, gradient_as_bucket_view=True)
+        return state
 
     def receive(self, state: Fresh, turn: Turn) -> None:
         turn.hear("go")
         self.way.post(state, turn)
         turn.count("posted", self.context.world)
         self.way.take(state, turn)
+        self.needed = self.way.needed
+
+    def step(self, state: Fresh) -> None:
+        assert self.model is not None
+        if self.whole:
+            self.loss(self.model).backward()
+            state.optimizer.step()
 
     def end(self) -> None:
+        self.model = None
         self.way.end()
 
     def close(self) -> None:
@@ -207,16 +275,21 @@ class PeerClone(Clone):
 class OurClone(Clone):
     def __init__(self, workload: Workload, context: Context, name: str) -> None:
         super().__init__(workload, context)
-        self.approach, self.transport = ORDERS[name]
+        self.order = ORDERS[name]
+        self.since = self.order.since
         self.run: Any = None
+        self.turn = contextlib.ExitStack()
 
     def receive(self, state: Fresh, turn: Turn) -> None:
         import sapwood
         from sapwood.clone.door import Address
         from sapwood.clone.order import ENV, ForkOrder
 
+        self.turn.enter_context(ABLATIONS[self.order.without]())
         address = Address.read(Path(turn.hear("go")))
-        order = ForkOrder(address=address, approach=self.approach, transport=self.transport)
+        order = ForkOrder(
+            address=address, approach=self.order.approach, transport=self.order.transport
+        )
         os.environ[ENV] = order.encode()
         try:
             self.run = sapwood.Run(
@@ -224,9 +297,27 @@ class OurClone(Clone):
             )
         finally:
             del os.environ[ENV]
+        if not self.order.gated:
+            self.complete()
+
+    def complete(self) -> None:
         self.run.wait_ready()
 
+    def train(self, state: Fresh, ready: Callable[[], None]) -> None:
+        if not self.order.gated:
+            super().train(state, ready)
+            return
+        loss = self.loss(self.run.model)
+        ready()  # the whole state is there, verified, when the first forward pass has ended
+        loss.backward()
+        self.run.step()
+
+    def step(self, state: Fresh) -> None:
+        self.loss(self.run.model).backward()
+        self.run.step()
+
     def end(self) -> None:
+        self.turn.close()
         if self.run is not None:
             self.run.close()
             self.run = None
