@@ -84,8 +84,7 @@ CONTENDERS = (
     Contender(
         name="dlrover",
         role="peer",
-        note="DdpCheckpointer, DISK: rank 0 copies to shared memory, a process writes; "
-        f"{UNSYNCED}",
+        note=f"DdpCheckpointer, DISK: rank 0 copies to shared memory, a process writes; {UNSYNCED}",
     ),
     Contender(name=DDP_BASELINE, role="baseline", note="plain DDP: what all are held against"),
     Contender(name=OURS_BASELINE, role="baseline", note="our training alone"),

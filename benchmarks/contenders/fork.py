@@ -16,8 +16,10 @@ from typing import Any
 from core.processes import group_cpu_seconds
 from core.rank import Context
 
+from .fork_clones import Clone, OurClone, PeerClone
+from .fork_donors import Donor, OurDonor, PeerDonor, agreed
 from .fork_meeting import Turn, visit
-from .fork_sides import ORDERS, Clone, Donor, OurClone, OurDonor, PeerClone, PeerDonor, agreed
+from .fork_orders import ORDERS
 from .fork_torchft import TorchftHttp, TorchftPg
 from .fork_training import DONORS, ForkedDdp, ForkedSapwood
 from .fork_ways import FiledSafetensors, FiledTorch, Gloo, Loopback, Mpi, Way

@@ -15,7 +15,7 @@ from core import Case, Extra, RankFailed, RankGroup
 from .equality import differences, error_in, not_installed
 from .fork_costs import OURS, fork_metrics
 from .fork_meeting import Turn, host
-from .fork_sides import ORDERS
+from .fork_orders import ORDERS
 from .sizes import model_of
 from .spots import Spots
 
@@ -133,7 +133,7 @@ class ForkSession:
         if not contender.startswith(OURS):
             del found["join"]  # peers are connected beforehand
         elif ORDERS[contender].gated:
-            # It is ready in the middle of its first forward pass, and nobody there looks at a clock.
+            # It is ready within its first forward pass, where nobody looks at a clock.
             for key in ("readiness", "standby", "standby_passes", "alive"):
                 del found[key]
         return found

@@ -7,6 +7,7 @@ when it is used.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -160,6 +161,10 @@ class Mpi(Way):
     """The same with mpi4py, connected as our own transport connects."""
 
     def __init__(self, context: Context, store: Store) -> None:
+        if context.options["interface"] != "lo":
+            # MPI reads it when it starts. UCX looks at the boot to tell machines apart, and takes
+            # the first interface, so it would not leave a namespace.
+            os.environ.update(UCX_TLS="tcp,self", UCX_NET_DEVICES=context.options["interface"])
         from sapwood.transport.base import Ends
         from sapwood.transport.mpi import open_mpi
 

@@ -20,8 +20,9 @@ PROCESS = 400 * MIB
 def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
     """Name and options for ``workloads.by_name``, and the optimizer.
 
-    ``optimizer`` is sgd (with momentum) unless the options say adam, or plain (without). ``mb_all_ranks`` is divided by the ranks:
-    all of them together then copy and send about as much, however many share the cores.
+    ``optimizer`` is sgd (with momentum) unless the options say adam, or plain (without).
+    ``mb_all_ranks`` is divided by the ranks: all of them together then copy and send about as much,
+    however many share the cores.
     """
     compute, name = case["compute"], case["workload"]
     options = dict(sizes[compute][name])
@@ -31,7 +32,11 @@ def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
         options["mb"] = together / case["ranks"]
     if compute == "emulated":
         preset = options.pop("preset", name)
-        return {"name": "emulated", "optimizer": optimizer, "options": {"preset": preset, **options}}
+        return {
+            "name": "emulated",
+            "optimizer": optimizer,
+            "options": {"preset": preset, **options},
+        }
     return {
         "name": options.pop("model", name),
         "optimizer": optimizer,
@@ -49,9 +54,7 @@ def check_memory(needed: int) -> None:
     """Raises NotRun where so many bytes are not free."""
     free = field_of("/proc/meminfo", "MemAvailable").split()
     if free[0].isdigit() and int(free[0]) * 1024 < needed:
-        raise NotRun(
-            f"needs {needed / 2**30:.1f} GiB, {int(free[0]) / MIB:.1f} GiB are available"
-        )
+        raise NotRun(f"needs {needed / 2**30:.1f} GiB, {int(free[0]) / MIB:.1f} GiB are available")
 
 
 def checkpoint_bytes(ranks: int, model: Mapping[str, Any]) -> int:
