@@ -60,12 +60,13 @@ CONTENDERS = (
     Contender(
         name="sapwood partner",
         role="variant",
-        note="tiers memory, partner, external; each rank is a node",
+        note="mode lazy; tiers memory, partner, external; each rank is a node",
     ),
     Contender(
         name="sapwood parity",
         role="variant",
-        note="tiers memory, parity (3+1 on 4 nodes, 6+2 on 8), external; each rank is a node",
+        note="mode lazy; tiers memory, parity (3+1 on 4 nodes, 6+2 on 8), external; each rank is a "
+        "node",
     ),
     Contender(name="torch.save", role="peer", note=f"rank 0; {UNSYNCED}"),
     Contender(

@@ -22,8 +22,8 @@ MODES = {
     "sapwood backward": "backward",
     "sapwood sharded": "sharded",
     "sapwood single": "single",
-    "sapwood partner": "auto",
-    "sapwood parity": "auto",
+    "sapwood partner": "lazy",
+    "sapwood parity": "lazy",
 }
 TIERS = {
     "sapwood partner": ("memory", "partner", "external"),

@@ -110,11 +110,11 @@ def test_a_whole_run_is_held_against_plain_ddp_for_everybody() -> None:
     assert measured["dcp"] == {}
 
 
-SIZES = {"emulated": {"resnet50": {"mb_all_ranks": 2, "speed": 20.0}}}
+SIZES = {"emulated": {"nt3": {"mb_all_ranks": 2, "speed": 20.0}}}
 
 
 def test_all_contenders_take_as_many_checkpoints_in_a_run() -> None:
-    case = {"compute": "emulated", "workload": "resnet50", "ranks": 2, "every": 2}
+    case = {"compute": "emulated", "workload": "nt3", "ranks": 2, "every": 2}
     options = {"workloads": SIZES, "steps": {"2": 6}}
     names = ["sapwood partner", "torch.save", DDP_BASELINE]
     measured, _ = measure("checkpoint_session", "CourseSession", case, names, options)

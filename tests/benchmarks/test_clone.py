@@ -137,8 +137,8 @@ def test_who_waits_is_told_that_the_other_side_failed() -> None:
 
 
 def fork_of(machines: str, names: list[str]) -> tuple[dict, dict]:
-    sizes = {"emulated": {"resnet50": {"mb": 1, "speed": 20.0, "optimizer": "plain"}}}
-    case = {"compute": "emulated", "workload": "resnet50", "ranks": 1, "machines": machines}
+    sizes = {"emulated": {"nt3": {"mb": 1, "speed": 20.0, "optimizer": "plain"}}}
+    case = {"compute": "emulated", "workload": "nt3", "ranks": 1, "machines": machines}
     options = {"workloads": sizes, "baseline_steps": 1}
     measured, extra = measure("fork_session", "ForkSession", case, names, options)
     assert [name for name in extra["facts"] if name.startswith("not run")] == []
