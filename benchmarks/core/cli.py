@@ -150,7 +150,8 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     filters = cases.parse_filters(given.case, plan.axes)
     # A filter may ask for a value that only the other plan sweeps.
     axes = {**plan.axes, **{axis: benchmark.full.axes[axis] for axis in filters}}
-    chosen = cases.select(cases.expand(axes, benchmark.keep), filters)
+    possible = cases.select(cases.expand(axes, benchmark.keep), filters)
+    chosen = [case for case in possible if plan.keep(case)] or possible
     names = chosen_contenders(benchmark, given.only)
     if not chosen:
         raise SystemExit(f"no case matches {given.case}; --full --list shows them")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from .pmi import Manager
 from .processes import GROUP_MARK
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
@@ -50,8 +51,15 @@ def free_port() -> int:
 class Rank:
     """The parent's end of one rank process."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str], wrap: Wrap, spec: str) -> None:
-        """``environment`` is this rank's own."""
+    def __init__(
+        self,
+        rank: int,
+        environment: Mapping[str, str],
+        wrap: Wrap,
+        spec: str,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        """``environment`` is this rank's own; it keeps the descriptors ``inherited``."""
         self.rank = rank
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close
         self.replies, write_end = os.pipe()
@@ -63,7 +71,7 @@ class Rank:
             stderr=self.errors,
             env=dict(environment),
             cwd=BENCHMARKS,
-            pass_fds=[write_end],
+            pass_fds=[write_end, *inherited],
             start_new_session=True,
         )
         os.close(write_end)
@@ -122,10 +130,12 @@ class RankGroup:
         spots: Sequence[Spot] = (),
         timeout: float = 300,
         mark: str = "",
+        mpi: bool = False,
     ) -> None:
         """Groups with the same ``mark`` count as one when their CPU time is read.
 
-        ``spots`` says where each rank runs; without, all are here, started through ``wrap``.
+        ``spots`` says where each rank runs; without, all are here, started through ``wrap``. With
+        ``mpi``, ranks can start MPI inside ``pmi.managed()``; all machines must then have as many.
         """
         self.timeout = timeout
         self.failed = False
@@ -134,14 +144,27 @@ class RankGroup:
         spots = spots or [Spot(wrap=wrap)] * world
         common = self.environment(spots, mark or secrets.token_hex(8))
         self.ranks: list[Rank] = []
+        self.manager: Manager | None = None
         try:
+            if mpi:
+                local = self.place_of(0, spots)["LOCAL_WORLD_SIZE"]
+                self.manager = Manager(len(spots), int(local))
             for rank, spot in enumerate(spots):
                 environment = {**common, **self.place_of(rank, spots)}
-                self.ranks.append(Rank(rank, environment, spot.wrap, json.dumps(spec)))
+                self.ranks.append(self.start(rank, environment, spot, json.dumps(spec)))
+            if self.manager is not None:
+                self.manager.started()
             self.gather()
         except BaseException:
             self.close()
             raise
+
+    def start(self, rank: int, environment: dict[str, str], spot: Spot, spec: str) -> Rank:
+        if self.manager is None:
+            return Rank(rank, environment, spot.wrap, spec)
+        environment |= self.manager.environment(rank)
+        environment["FI_TCP_IFACE"] = spot.interface
+        return Rank(rank, environment, spot.wrap, spec, [self.manager.descriptor(rank)])
 
     @staticmethod
     def environment(spots: Sequence[Spot], mark: str) -> dict[str, str]:
@@ -226,4 +249,7 @@ class RankGroup:
             # Ranks left behind by a failed one wait for it in a collective: no use in patience.
             rank.close(grace=0.2 if self.failed else 20)
         self.ranks = []
+        if self.manager is not None:
+            self.manager.close()
+            self.manager = None
         self.scratch.cleanup()

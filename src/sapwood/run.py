@@ -35,6 +35,7 @@ from sapwood.runtime.settings import UNSET, Resolved, resolve
 from sapwood.state.extras import Extras, Stateful
 from sapwood.state.tensors import describe_model, named_buffers, named_parameters
 from sapwood.sync import (
+    Averaging,
     Context,
     Members,
     Synchroniser,
@@ -42,6 +43,7 @@ from sapwood.sync import (
     SyncStats,
     Views,
     check_model,
+    choose_averager,
     choose_mode,
     make_engine,
 )
@@ -151,10 +153,12 @@ class Run:
         self._fork = join_fork(group, model, self.optimizer)
         if self._fork is None:
             _give_rank0_values(group, model)
+        averaging = choose_averager(group, sync.value.averaging)
+        log.info("averaging is %s: %s", averaging.averager.name, averaging.reason)
         self.id = group.share_text("run id", run_id or new_run_id())
         self._place = RunFolder(places.value.folder, self.id)
         if group.rank == 0:
-            self._place.create(_facts(group, mode, places, sync, self.forked_from))
+            self._place.create(_facts(group, mode, averaging, places, sync, self.forked_from))
             self._place.status("running", 0)
         group.share_text("run folder", "made")
         self.trace: tracing.Tracer = tracing.OFF
@@ -173,6 +177,7 @@ class Run:
             mode=mode,
             scaler=scaler,
             group=group,
+            averaging=averaging,
             events=self.events,
             trace=self.trace,
             settings=sync.value,
@@ -413,6 +418,7 @@ def _give_rank0_values(group: Group, model: nn.Module) -> None:
 def _facts(
     group: Group,
     mode: str,
+    averaging: Averaging,
     places: Resolved[RunSettings],
     sync: Resolved[SyncSettings],
     parent: ForkedFrom | None,
@@ -437,5 +443,10 @@ def _facts(
             "python": platform.python_version(),
         },
         "config": config,
-        "layout": {"update": mode, "launcher": group.launch.launcher},
+        "layout": {
+            "update": mode,
+            "averaging": averaging.averager.name,
+            "averaging_reason": averaging.reason,
+            "launcher": group.launch.launcher,
+        },
     }

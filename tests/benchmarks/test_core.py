@@ -149,6 +149,22 @@ def test_no_ratio_to_a_peer_that_noise_made_negative() -> None:
     assert verdict.verdict == "not judged"
 
 
+def test_target_in_doubt_holds_until_the_interval_says_otherwise() -> None:
+    noisy = result(1, mine=[9.0, 10.0, 11.0, 12.0, 13.0], fast=[10.0] * 5)
+    worse = result(1, mine=[11.0, 12.0, 11.0, 12.0, 13.0], fast=[10.0] * 5)
+    strict = Target(text="x", metric="step", at="most", bound=1)
+    lenient = Target(text="x", metric="step", at="most", bound=1, doubt=True)
+    assert judge(strict, bench(), [noisy]).verdict == "missed"
+    assert judge(lenient, bench(), [noisy]).verdict == "met"
+    assert judge(lenient, bench(), [worse]).verdict == "missed"
+
+
+def test_target_may_be_about_another_of_ours() -> None:
+    samples = result(1, mine=[9.0] * 5, variant=[8.0] * 5, fast=[10.0] * 5)
+    target = Target(text="x", metric="step", at="most", bound=1, contender="variant")
+    assert judge(target, bench(), [samples]).figures == {"ranks=1": 0.8}
+
+
 def test_target_without_figures_is_not_judged() -> None:
     target = Target(text="x", metric="step", at="most", bound=1, where=lambda case: False)
     assert judge(target, bench(), [result(1, mine=[1.0])]).verdict == "not judged"

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import sapwood
+from sapwood.errors import ConfigError, UsageError
 from sapwood.testing import ranks
 from sapwood.testing.ranks import rank
 from tests.sync import models
@@ -149,3 +153,122 @@ def thaw_one_rank() -> None:
 def test_thawing_on_one_rank_only_is_an_error_on_both() -> None:
     for outcome in ranks.spawn(thaw_one_rank, 2, expect_errors=True, timeout=100):
         assert outcome.error_type == "PeerFailed"
+
+
+# -- what is not for a Run, or not twice ---------------------------------------------------------
+
+
+def wrapped_in_ddp() -> None:
+    start(nn.parallel.DistributedDataParallel(models.mlp()))
+
+
+def wrapped_in_ddp_and_compiled() -> None:
+    start(torch.compile(nn.parallel.DistributedDataParallel(models.mlp()), backend="eager"))
+
+
+def sharded() -> None:
+    model = models.mlp()
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks.world(),)))
+    start(model)
+
+
+def distributed() -> None:
+    model = models.mlp()
+    mesh = init_device_mesh("cpu", (ranks.world(),))
+    start(parallelize_module(model, mesh, {"0": ColwiseParallel()}))
+
+
+def unused_under_ddp() -> None:
+    model = models.seeded(models.Branches)
+    model.use = ("left",)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    with sapwood.Run(model, optimizer, timeout=30.0, engine="ddp") as run:
+        for step in range(2):
+            models.train_run_step(run, step)
+
+
+def accumulate_under_ddp() -> None:
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    with sapwood.Run(model, optimizer, timeout=30.0, engine="ddp") as run:
+        x, y = models.batch(0, rank())
+        loss = models.loss_of(run.model(x), y)
+        with run.accumulate():
+            loss.backward()
+        models.loss_of(run.model(x), y).backward()
+        run.step()
+
+
+MODULE = r"\.module|without|itself|unwrapped|plain|inside"
+FOREIGN: dict[str, tuple[Callable[[], None], str, str]] = {
+    "DistributedDataParallel": (wrapped_in_ddp, r"DistributedDataParallel|DDP", MODULE),
+    "compiled DistributedDataParallel": (
+        wrapped_in_ddp_and_compiled,
+        r"DistributedDataParallel|DDP",
+        MODULE,
+    ),
+    "fully_shard": (sharded, r"fully_shard|FSDP", r"without|unsharded|plain|instead|whole"),
+    "DTensor": (distributed, r"DTensor", r"without|plain|instead|local|ordinary|whole"),
+    "unused parameter, engine ddp": (unused_under_ddp, r"right\.(weight|bias)", r"layerwise"),
+    "accumulate around backward, engine ddp": (
+        accumulate_under_ddp,
+        r"accumulate\(\)",
+        r"around (the )?forward|forward too|forward as well|forward and backward|include.*forward",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_not_for_a_run_is_refused_by_name_with_the_remedy(name: str) -> None:
+    function, thing, remedy = FOREIGN[name]
+    outcomes = ranks.spawn(function, 2, init=True, expect_errors=True, timeout=100)
+    if function is accumulate_under_ddp and all(o.error_type is None for o in outcomes):
+        return  # it works: tests/parity looks at the result
+    for outcome in outcomes:
+        assert outcome.error_type in {"ConfigError", "UsageError"}, outcome.error
+        message = outcome.error.rstrip().rpartition("\nsapwood.errors.")[2]
+        for pattern in (thing, remedy):
+            with pytest.raises(AssertionError, match=f"(?s){pattern}"):
+                raise AssertionError(message)
+
+
+def test_a_second_run_on_one_model_or_optimizer_is_refused_until_the_first_is_closed() -> None:
+    model, other = models.mlp(), models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    second = torch.optim.SGD(model.parameters(), **SGD)
+    with sapwood.Run(model, optimizer) as run:
+        for made_from in (optimizer, second):
+            with pytest.raises((ConfigError, UsageError), match=r"close\(\)"):
+                sapwood.Run(model, made_from)
+        models.train_run_step(run, 0)  # the refusal has not harmed the first one
+    optimizer.add_param_group({"params": list(other.parameters())})
+    both = nn.ModuleList([model, other])
+    with sapwood.Run(both, optimizer):
+        with pytest.raises((ConfigError, UsageError), match=r"close\(\)"):
+            sapwood.Run(model, second)  # a part of a model that a Run trains
+        with pytest.raises((ConfigError, UsageError), match=r"close\(\)"):
+            sapwood.Run(nn.ModuleList([model, other]), optimizer)
+    with sapwood.Run(model, second) as run:
+        models.train_run_step(run, 1)
+
+
+def test_a_run_that_failed_to_start_does_not_hold_its_model() -> None:
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    with pytest.raises(ConfigError):
+        sapwood.Run(model, foreign)
+    with sapwood.Run(model, optimizer) as run:
+        models.train_run_step(run, 0)
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused_at_once() -> None:
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises((ConfigError, UsageError), match=r"ReduceLROnPlateau(?s:.*)step\("):
+        sapwood.Run(model, optimizer, schedulers=[plateau])
+    with sapwood.Run(model, optimizer) as run:  # stepped by the loop, as the message says
+        models.train_run_step(run, 0)
+        plateau.step(1.0)
+        models.train_run_step(run, 1)

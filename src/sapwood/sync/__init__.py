@@ -1,11 +1,13 @@
 """Averaging gradients and updating weights layer by layer, with an event for each update."""
 
+from sapwood.sync.averaging import Averaging, choose_averager
 from sapwood.sync.base import Context, StepOutcome, Synchroniser, SyncSettings, SyncStats
 from sapwood.sync.engines import make_engine
 from sapwood.sync.members import Members, check_model
 from sapwood.sync.optim import Views, choose_mode
 
 __all__ = [
+    "Averaging",
     "Context",
     "Members",
     "StepOutcome",
@@ -14,6 +16,7 @@ __all__ = [
     "Synchroniser",
     "Views",
     "check_model",
+    "choose_averager",
     "choose_mode",
     "make_engine",
 ]

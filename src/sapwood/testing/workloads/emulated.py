@@ -155,22 +155,24 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """A batch of signals, changed by the first values of the first parameter."""
-        result: Tensor = _Kernel.apply(x, self, *self.parameters())  # type: ignore[no-untyped-call]
+        # Not parameters(): a generator over all modules takes longer than the rest of a layer.
+        weights = self._parameters.values()
+        result: Tensor = _Kernel.apply(x, self, *weights)  # type: ignore[no-untyped-call]
         return result
 
 
 class _Kernel(torch.autograd.Function):
-    """y = x + gain * x @ the corner of the first parameter, in the time the layer has for it."""
+    """y = x + gain * x @ the corner of the first parameter, in the time the layer has for it.
+
+    Few and cheap operations, because each runs on a cache that has gone cold while waiting.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Layer, *weights: Tensor) -> Tensor:
         end = layer.device.launch(layer.forward_seconds)
-        corner = _corner(weights[0], x.dtype)
-        side = len(corner)
-        y = x.clone()
-        y[:, :side].addmm_(x[:, :side], corner.t(), alpha=layer.gain)
         ctx.layer = layer
         ctx.save_for_backward(x, *weights)
+        y = _mixed(x, _corner(weights[0], x.dtype).t(), layer.gain)
         layer.device.wait(end)
         return y
 
@@ -184,42 +186,40 @@ class _Kernel(torch.autograd.Function):
         side = len(corner)
         true = torch.mm(above[:, :side].t(), x[:, :side]).mul_(layer.gain)
         gradients = _gradients(layer.memory, weights, ctx.needs_input_grad[2:], true)
-        below = None
-        if ctx.needs_input_grad[0]:
-            below = above.clone()
-            below[:, :side].addmm_(above[:, :side], corner, alpha=layer.gain)
+        below = _mixed(above, corner, layer.gain) if ctx.needs_input_grad[0] else None
         layer.device.wait(end)
         return (below, None, *gradients)
 
 
 def _corner(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of a parameter that take part in computing, as a square matrix."""
+    """The values of a parameter that take part in computing: the first in memory, as a square."""
     side = min(_FEATURES, math.isqrt(weight.numel()))
-    return weight.detach().reshape(-1)[: side * side].view(side, side).to(dtype)
+    return weight.detach().as_strided((side, side), (side, 1)).to(dtype)
+
+
+def _mixed(x: Tensor, matrix: Tensor, gain: float) -> Tensor:
+    side = len(matrix)
+    if side == x.shape[1]:
+        return torch.addmm(x, x, matrix, alpha=gain)
+    y = x.clone()
+    y[:, :side].addmm_(x[:, :side], matrix, alpha=gain)
+    return y
 
 
 def _gradients(
     memory: _Memory, weights: list[Tensor], needed: tuple[bool, ...], true: Tensor
 ) -> list[Tensor | None]:
-    """The gradients of a layer; only those first values of the first parameter have true ones."""
+    """The gradients of a layer; only the corner of the first parameter has true ones."""
     strength = true.mean()
     found: list[Tensor | None] = []
     for place, (weight, wanted) in enumerate(zip(weights, needed, strict=True)):
-        found.append(_filled(memory.take(place, weight), strength) if wanted else None)
-    if found[0] is not None:
-        found[0].view(-1)[: true.numel()] = true.view(-1)
+        if not wanted:
+            found.append(None)
+        elif place == 0 or weight.numel() > _TILE:
+            found.append(memory.block(place, weight).fill(strength, None if place else true))
+        else:
+            found.append(_little_noise(weight.dtype, weight.shape) * strength)
     return found
-
-
-def _filled(gradient: Tensor, strength: Tensor) -> Tensor:
-    """Noise times ``strength``, written in one pass."""
-    tile, flat = _noise(gradient.dtype), gradient.view(-1)
-    rows, rest = divmod(len(flat), _TILE)
-    if rows:
-        torch.mul(tile.expand(rows, -1), strength, out=flat[: rows * _TILE].view(rows, _TILE))
-    if rest:
-        torch.mul(tile[:rest], strength, out=flat[rows * _TILE :])
-    return gradient
 
 
 class _Memory:
@@ -230,20 +230,57 @@ class _Memory:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, int | None]] = {}
+        self._blocks: dict[int, _Block] = {}
 
     def __reduce__(self) -> tuple[type[_Memory], tuple[()]]:
         return _Memory, ()  # a copied model has gradients of its own
 
-    def take(self, place: int, weight: Tensor) -> Tensor:
-        """Memory of the form of ``weight``, with any values."""
-        kept, alone = self._kept.get(place, (weight, None))
-        if alone is not None and kept.dtype == weight.dtype and _holders(kept) == alone:
-            # Another tensor object, so that autograd takes it as the gradient without a copy.
-            return kept.detach()
-        fresh = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        self._kept[place] = (fresh, _holders(fresh))
-        return fresh.detach()
+    def block(self, place: int, weight: Tensor) -> _Block:
+        """A block for the gradient of ``weight`` that nobody uses."""
+        kept = self._blocks.get(place)
+        if kept is None or not kept.fits(weight) or not kept.free():
+            kept = self._blocks[place] = _Block(weight)
+            kept.made()
+        return kept
+
+
+class _Block:
+    """The memory of one gradient, and the views of it that are written."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._whole = torch.empty_like(weight)  # with the strides of the weight
+        flat = self._whole.as_strided((weight.numel(),), (1,))
+        rows, rest = divmod(weight.numel(), _TILE)
+        tile = _noise(weight.dtype)
+        self._parts = [
+            (tile.expand(rows, -1), flat[: rows * _TILE].view(rows, _TILE)),
+            (tile[:rest], flat[rows * _TILE :]),
+        ]
+        self._corner = _corner(self._whole, weight.dtype)
+        self._alone: int | None = None
+
+    def made(self) -> None:
+        """Count what we hold ourselves; not while it is made, when there are more."""
+        self._alone = _holders(self._whole)
+
+    def fits(self, weight: Tensor) -> bool:
+        """Whether it is a gradient of such a parameter; models can change their dtype."""
+        whole = self._whole
+        return whole.dtype == weight.dtype and whole.stride() == weight.stride()
+
+    def free(self) -> bool:
+        """Whether nobody has the last gradient any more, or a view of it."""
+        return self._alone is not None and _holders(self._whole) == self._alone
+
+    def fill(self, strength: Tensor, corner: Tensor | None) -> Tensor:
+        """Noise times ``strength`` in one pass, and the corner's own values."""
+        for noise, part in self._parts:
+            if len(part):
+                torch.mul(noise, strength, out=part)
+        if corner is not None:
+            self._corner.copy_(corner)
+        # Another tensor object, so that autograd takes it as the gradient without a copy.
+        return self._whole.detach()
 
 
 def _holders(tensor: Tensor) -> int | None:
@@ -255,3 +292,8 @@ def _holders(tensor: Tensor) -> int | None:
 @functools.cache
 def _noise(dtype: torch.dtype) -> Tensor:
     return torch.randn(_TILE, generator=generator(0)).to(dtype)
+
+
+@functools.cache
+def _little_noise(dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return _noise(dtype)[: shape.numel()].view(shape)
