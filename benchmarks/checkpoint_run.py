@@ -60,12 +60,13 @@ CONTENDERS = (
     Contender(
         name="sapwood partner",
         role="variant",
-        note="tiers memory, partner, external; each rank is a node",
+        note="mode lazy; tiers memory, partner, external; each rank is a node",
     ),
     Contender(
         name="sapwood parity",
         role="variant",
-        note="tiers memory, parity (3+1 on 4 nodes, 6+2 on 8), external; each rank is a node",
+        note="mode lazy; tiers memory, parity (3+1 on 4 nodes, 6+2 on 8), external; each rank is a "
+        "node",
     ),
     Contender(name="torch.save", role="peer", note=f"rank 0; {UNSYNCED}"),
     Contender(
@@ -84,8 +85,7 @@ CONTENDERS = (
     Contender(
         name="dlrover",
         role="peer",
-        note="DdpCheckpointer, DISK: rank 0 copies to shared memory, a process writes; "
-        f"{UNSYNCED}",
+        note=f"DdpCheckpointer, DISK: rank 0 copies to shared memory, a process writes; {UNSYNCED}",
     ),
     Contender(name=DDP_BASELINE, role="baseline", note="plain DDP: what all are held against"),
     Contender(name=OURS_BASELINE, role="baseline", note="our training alone"),

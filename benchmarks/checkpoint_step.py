@@ -34,7 +34,13 @@ QUICK_SIZES = {
         "vgg16": {"mb_all_ranks": 16, "speed": 4.0},
     },
 }
-ALWAYS = ("torch.save", "dcp async hardest", "torch_checkpointing", "torchsnapshot async", "dlrover")
+ALWAYS = (
+    "torch.save",
+    "dcp async hardest",
+    "torch_checkpointing",
+    "torchsnapshot async",
+    "dlrover",
+)
 """Peers that run in every case; the others, which these beat, with two ranks."""
 
 
@@ -46,9 +52,7 @@ def sensible(case: Case) -> bool:
     return case["workload"] == swept or case["ranks"] == 2
 
 
-def open_session(
-    case: Case, names: Sequence[str], options: Mapping[str, Any]
-) -> CheckpointSession:
+def open_session(case: Case, names: Sequence[str], options: Mapping[str, Any]) -> CheckpointSession:
     def wanted(name: str) -> bool:
         return name not in PEERS or name in ALWAYS or case["ranks"] == 2
 
@@ -97,8 +101,7 @@ CONTENDERS = (
     Contender(
         name="dlrover",
         role="peer",
-        note="DdpCheckpointer, DISK: rank 0 copies to shared memory, a process writes; "
-        f"{UNSYNCED}",
+        note=f"DdpCheckpointer, DISK: rank 0 copies to shared memory, a process writes; {UNSYNCED}",
     ),
     Contender(name=DDP_BASELINE, role="baseline", note="the peers' training alone"),
     Contender(name=OURS_BASELINE, role="baseline", note="our training alone"),

@@ -1,16 +1,16 @@
 """A folder on a disk that writes at most so many MB/s, for everybody alike.
 
-    python benchmarks/slowdisk.py --rate 50 -- sh -c 'cd "$SLOW_DISK" && dd if=/dev/zero of=x bs=1M \
+    python benchmarks/slowdisk.py --rate 50 -- sh -c 'dd if=/dev/zero of="$SLOW_DISK/x" bs=1M \\
         count=100 conv=fsync'
 
 An ext4 file system on a loop device, whose image is a file in memory, so that nothing but the limit
 sets its pace. The kernel's block layer holds writes back (blkio throttling of the device, for the
-root group: whoever writes, with or without the page cache, and its own write-back). What a contender
-calls durable therefore cannot be faster than the limit, whatever it writes with.
+root group: whoever writes, with or without the page cache, and its own write-back). What a
+contender calls durable cannot be faster than the limit, whatever it writes with.
 
-The file system is mounted in a private mount namespace, which lives as long as a shell that waits on
-a pipe of ours: however this process ends, the pipe closes, the shell lifts the limit, and the kernel
-removes mount, loop device and image. Nothing is named.
+The file system is mounted in a private mount namespace, which lives as long as a shell that waits
+on a pipe of ours: however this process ends, the pipe closes, the shell lifts the limit, and the
+kernel removes mount, loop device and image. Nothing is named.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-
-from netns import Unavailable
 
 TOOLS = ("unshare", "nsenter", "losetup", "mkfs.ext4", "mount", "dd")
 THROTTLE = Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device")
@@ -48,6 +46,10 @@ echo "$number $4" > "$3"
 echo ready
 cat
 """
+
+
+class Unavailable(Exception):
+    """No limited disk here; the text says why."""
 
 
 def missing() -> str | None:
@@ -112,7 +114,7 @@ class LimitedDisk:
         assert self.holder.stderr is not None
         answer = self.holder.stdout.readline()
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(image)  # if the shell did not come that far
+            Path(image).unlink()  # if the shell did not come that far
         if answer != b"ready\n":
             raise Unavailable(f"no disk: {self.holder.stderr.read().decode().strip()}")
 

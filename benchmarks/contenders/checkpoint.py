@@ -17,7 +17,8 @@ from core.rank import Context
 
 from .files import tree_bytes
 from .savers import SAVERS
-from .taking import MODES, Contender, Ours, Peer
+from .taking import Contender, Peer
+from .taking_ours import MODES, Ours
 from .training import (
     Ddp,
     Sapwood,
@@ -114,9 +115,7 @@ def plain_course(training: Training, context: Context, steps: int) -> dict[str, 
     return {"run": time.perf_counter() - begun}
 
 
-def saved_course(
-    chosen: Contender, context: Context, steps: int, every: int
-) -> dict[str, Any]:
+def saved_course(chosen: Contender, context: Context, steps: int, every: int) -> dict[str, Any]:
     warm_up(chosen, every)
     had = tree_bytes(chosen.folder) if context.rank == 0 else 0
     context.barrier()

@@ -9,8 +9,7 @@ from typing import Any
 
 from core import Case, Extra, NotRun, RankGroup
 from core.ranks import Wrap
-from netns import Unavailable
-from slowdisk import LimitedDisk
+from slowdisk import LimitedDisk, Unavailable
 
 from .costs import baseline_metrics, course_metrics, save_metrics
 from .equality import differences, error_in, not_installed

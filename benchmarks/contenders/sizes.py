@@ -12,16 +12,17 @@ Sizes = Mapping[str, Mapping[str, Any]]
 """Options of a workload, by ``compute`` and name; see ``model_of`` for what else they may hold."""
 MIB = 2**20
 # Parameters, gradients and buckets, and the optimizer's state, in units of the parameters.
-COPIES = {"sgd": 4, "adam": 5}
-STATE = {"sgd": 2, "adam": 3}
+COPIES = {"plain": 3, "sgd": 4, "adam": 5}
+STATE = {"plain": 1, "sgd": 2, "adam": 3}
 PROCESS = 400 * MIB
 
 
 def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
     """Name and options for ``workloads.by_name``, and the optimizer.
 
-    ``optimizer`` is sgd unless the options say otherwise. ``mb_all_ranks`` is divided by the ranks:
-    all of them together then copy and send about as much, however many share the cores.
+    ``optimizer`` is sgd (with momentum) unless the options say adam, or plain (without).
+    ``mb_all_ranks`` is divided by the ranks: all of them together then copy and send about as much,
+    however many share the cores.
     """
     compute, name = case["compute"], case["workload"]
     options = dict(sizes[compute][name])
@@ -31,7 +32,11 @@ def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
         options["mb"] = together / case["ranks"]
     if compute == "emulated":
         preset = options.pop("preset", name)
-        return {"name": "emulated", "optimizer": optimizer, "options": {"preset": preset, **options}}
+        return {
+            "name": "emulated",
+            "optimizer": optimizer,
+            "options": {"preset": preset, **options},
+        }
     return {
         "name": options.pop("model", name),
         "optimizer": optimizer,
@@ -49,9 +54,7 @@ def check_memory(needed: int) -> None:
     """Raises NotRun where so many bytes are not free."""
     free = field_of("/proc/meminfo", "MemAvailable").split()
     if free[0].isdigit() and int(free[0]) * 1024 < needed:
-        raise NotRun(
-            f"needs {needed / 2**30:.1f} GiB, {int(free[0]) / MIB:.1f} GiB are available"
-        )
+        raise NotRun(f"needs {needed / 2**30:.1f} GiB, {int(free[0]) / MIB:.1f} GiB are available")
 
 
 def checkpoint_bytes(ranks: int, model: Mapping[str, Any]) -> int:
@@ -59,3 +62,12 @@ def checkpoint_bytes(ranks: int, model: Mapping[str, Any]) -> int:
     optimizer, parameters = model["optimizer"], source_of(model).parameter_bytes
     per_rank = (2 * COPIES[optimizer] + 2 * STATE[optimizer]) * parameters
     return ranks * (per_rank + PROCESS)
+
+
+def fork_bytes(ranks: int, model: Mapping[str, Any]) -> int:
+    """Of both sides: a donor has two trainings and, while it is checked, a copy of one state; a
+    clone has a training, what it has read, and a share."""
+    optimizer, parameters = model["optimizer"], source_of(model).parameter_bytes
+    donor = 2 * COPIES[optimizer] + STATE[optimizer]
+    clone = COPIES[optimizer] + 2 * STATE[optimizer]
+    return ranks * ((donor + clone) * parameters + 2 * PROCESS)

@@ -34,6 +34,8 @@ class Workload:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer_name == "adam":
             return torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+        if self.optimizer_name == "plain":
+            return torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
 
     def training(self, kind: type[Training], context: Context) -> Training:
