@@ -175,9 +175,7 @@ class Reference(Trainer):
         self._by_hand = case.by_hand and world() > 1
         self._wrapped: DistributedDataParallel | None = None
         if world() > 1 and not case.by_hand:
-            self._wrapped = DistributedDataParallel(
-                self.inner, find_unused_parameters=case.unused
-            )
+            self._wrapped = DistributedDataParallel(self.inner, find_unused_parameters=case.unused)
             self.model = self._wrapped
         if case.attach is not None:
             case.attach(self)

@@ -1,4 +1,4 @@
-"""Two models that train each other, each with a Run of its own: as a plain loop does, or refused."""
+"""Two models that train each other, each with its own Run: as a plain loop does, or refused."""
 
 from __future__ import annotations
 

@@ -124,9 +124,9 @@ class Group:
         return group
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A communicator of some ranks; all ranks of the group must ask for it, in the same order."""
+        """A communicator of some ranks; all ranks must ask for it, in the same order."""
         try:
-            made = self._links.during(
+            made: dist.ProcessGroup = self._links.during(
                 lambda: dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
             )
         except RuntimeError as error:

@@ -113,7 +113,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def find_machines(group: Group) -> tuple[Machines, Links, str]:
-    """The machines of ``group``, this rank's links, and why machines are not shared, if they are not.
+    """The machines of ``group``, this rank's links, and what kept ranks from sharing one, if any.
 
     Every rank calls it; every rank gets the same machines. Where one rank cannot link up with a
     neighbour, all of them count every rank as alone.
@@ -168,7 +168,7 @@ def _link(
     members: Sequence[int],
     found: dict[int, socket.socket],
 ) -> None:
-    """Connect to lower ranks, accept higher ones. All listen already, so nobody waits in a circle."""
+    """Connect to lower ranks, accept higher ones. All listen already: no circle of waiting."""
     deadline = time.monotonic() + min(_PATIENCE, group.timeout)
     secret = token[16:].encode()
     for rank in members:
@@ -183,12 +183,12 @@ def _link(
     while missing:
         listener.settimeout(_left(deadline))
         link, _ = listener.accept()
-        rank = _greeted(link, secret, missing, deadline)
-        if rank is None:
+        greeted = _greeted(link, secret, missing, deadline)
+        if greeted is None:
             link.close()
             continue
-        found[rank] = link
-        missing.discard(rank)
+        found[greeted] = link
+        missing.discard(greeted)
         link.send(_HELLO.pack(secret, group.rank))
     for rank in members:
         if rank < group.rank:
@@ -200,9 +200,7 @@ def _link(
         link.setblocking(False)
 
 
-def _greeted(
-    link: socket.socket, secret: bytes, missing: set[int], deadline: float
-) -> int | None:
+def _greeted(link: socket.socket, secret: bytes, missing: set[int], deadline: float) -> int | None:
     """The rank behind a new connection; None for a stranger."""
     with suppress(OSError, struct.error):
         _check_user(link)

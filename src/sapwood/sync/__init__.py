@@ -5,9 +5,11 @@ from sapwood.sync.base import Context, StepOutcome, Synchroniser, SyncSettings, 
 from sapwood.sync.engines import make_engine
 from sapwood.sync.members import Members, check_model
 from sapwood.sync.optim import Views, choose_mode
+from sapwood.sync.supported import Claim, check_kinds, check_schedulers, without_zero_clip
 
 __all__ = [
     "Averaging",
+    "Claim",
     "Context",
     "Members",
     "StepOutcome",
@@ -15,8 +17,11 @@ __all__ = [
     "SyncStats",
     "Synchroniser",
     "Views",
+    "check_kinds",
     "check_model",
+    "check_schedulers",
     "choose_averager",
     "choose_mode",
     "make_engine",
+    "without_zero_clip",
 ]

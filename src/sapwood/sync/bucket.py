@@ -242,9 +242,7 @@ def _like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
         parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     )
     if dense:
-        return flat.as_strided(
-            parameter.size(), parameter.stride(), flat.storage_offset() + offset
-        )
+        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
 

@@ -20,7 +20,7 @@ STATUS_FLAGS = 2
 
 
 class BucketSet:
-    """Planned buckets, in the order they are launched, and dormant ones, for what is not planned."""
+    """Planned buckets, in the order they are launched, and dormant ones for all the rest."""
 
     def __init__(self, context: Context, plan: Plan, settle: Callable[[], None]) -> None:
         """``settle`` waits for averages, when somebody looks at one."""

@@ -32,9 +32,7 @@ class BufferSync:
         self._owners = _Owners(unwrap(context.model))
         self._message: _Message | None = None
         self._pending: Pending | None = None
-        self._shared = (
-            context.group.world > 1 and context.settings.broadcast_buffers and not local
-        )
+        self._shared = context.group.world > 1 and context.settings.broadcast_buffers and not local
 
     def launch(self) -> None:
         """Start sending."""

@@ -147,7 +147,9 @@ class Ddp:
         came = {i for ready in self._ready for i in ready.indices}
         if len(came) == len(context.parameters):
             return
-        silent = [n for n, p in zip(context.names, context.parameters, strict=True) if p.grad is None]
+        silent = [
+            n for n, p in zip(context.names, context.parameters, strict=True) if p.grad is None
+        ]
         if 0 < len(silent) < len(context.names):
             raise self._broken(
                 f"{', '.join(silent[:5])} had no gradient in this step; engine='ddp' needs one for "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 import torch
 from torch.autograd import graph
@@ -31,10 +32,10 @@ def nested() -> bool:
     with none, so there one frame is a nested pass.
     """
     depth = 0
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         depth += frame.f_code is _RUN_BACKWARD
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     outermost = 0 if isinstance(threading.current_thread(), threading._DummyThread) else 1
     return depth > outermost
 

@@ -105,9 +105,7 @@ class Layerwise:
             self.model.register_forward_hook(aside(self._after_forward), always_call=True),
         ]
         if self._context.mode == "layerwise" and can_watch(self._context.model):
-            self._reads = WeightReads(
-                self._context.names, self._context.parameters, self._broken
-            )
+            self._reads = WeightReads(self._context.names, self._context.parameters, self._broken)
         self._updater.reads = self._reads
 
     def wait(self) -> None:

@@ -274,14 +274,10 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same(now: Any, before: Any) -> bool:
-    if now is before:
-        return True
-    if isinstance(now, tuple) and now and isinstance(now[0], Tensor):
-        return (
-            isinstance(before, tuple)
-            and len(before) == len(now)
-            and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(now, before, strict=True))
-        )
+    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
+        return all(_same(a, b) for a, b in zip(now, before, strict=True))
+    if isinstance(now, Tensor) or isinstance(before, Tensor):
+        return now is before
     return bool(now == before)
 
 

@@ -166,7 +166,7 @@ _readers: weakref.WeakValueDictionary[int, WeightReads] = weakref.WeakValueDicti
 _watched_classes: dict[type, type | None] = {}
 _sealed_classes: dict[type, type] = {}
 _off = torch._C.DisableTorchFunctionSubclass
-_plain_dispatch = torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
+_plain_dispatch = torch._C._disabled_torch_function_impl
 
 
 def _watched(kind: type) -> type | None:
@@ -231,15 +231,17 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 def _metadata() -> frozenset[Any]:
     """What can be asked of a parameter without reading its values."""
     getters = (
-        "grad requires_grad shape dtype device layout is_leaf grad_fn ndim names is_cuda is_cpu "
-        "is_sparse is_meta is_quantized is_mkldnn is_nested _version _backward_hooks output_nr "
-        "retains_grad _grad _grad_fn _post_accumulate_grad_hooks itemsize nbytes"
-    ).split()
+        *("grad", "_grad", "grad_fn", "_grad_fn", "requires_grad", "is_leaf", "retains_grad"),
+        *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes", "output_nr"),
+        *("is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "is_mkldnn", "is_nested"),
+        *("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    )
     methods = (
-        "size dim numel nelement stride storage_offset is_contiguous is_floating_point is_complex "
-        "element_size register_hook register_post_accumulate_grad_hook __hash__ __len__ "
-        "requires_grad_ retain_grad is_same_size"
-    ).split()
+        *("size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "__hash__"),
+        *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"),
+        "__len__",
+    )
     found: set[Any] = set()
     for name in getters:
         descriptor = getattr(Tensor, name, None)

@@ -105,7 +105,8 @@ def _settle(stacks: Connection) -> None:
     os.setsid()
     _follow_parent()
     faulthandler.enable(file=stacks.fileno())
-    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
+    # Not SIGUSR1, which asks a run to stop.
+    faulthandler.register(signal.SIGUSR2, file=stacks.fileno(), all_threads=True)
 
 
 def _follow_parent() -> None:

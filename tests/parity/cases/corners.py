@@ -260,9 +260,7 @@ CASES: dict[str, Case] = {
     "whole model recomputed, re-entrant": Case(
         build=mlp, step=whole_recomputed(True), by_hand=True
     ),
-    "late read, accumulating": Case(
-        build=lambda: Late(detach), optimizer=fused, step=around_both
-    ),
+    "late read, accumulating": Case(build=lambda: Late(detach), optimizer=fused, step=around_both),
     "late read, whole model recomputed": Case(
         build=lambda: Late(detach), optimizer=fused, step=whole_recomputed(False), by_hand=True
     ),

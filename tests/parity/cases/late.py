@@ -192,9 +192,7 @@ CASES |= {
     "detach in recompute, default kernels": Case(build=partial(Late, READS["detach in recompute"])),
     "full backward hook": Case(build=FullHook, optimizer=fused),
     "flat storage": Case(build=partial(flat, detach), optimizer=fused),
-    "outside the root's forward": Case(
-        build=Gain, optimizer=fused, step=parts_step, by_hand=True
-    ),
+    "outside the root's forward": Case(build=Gain, optimizer=fused, step=parts_step, by_hand=True),
 }
 CASES |= {
     f"{name} from step 4 on": Case(

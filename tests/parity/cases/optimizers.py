@@ -13,7 +13,11 @@ from tests.parity.harness import Case, Trainer, batch, loss_of
 
 def mlp(bias: bool = True) -> nn.Module:
     return nn.Sequential(
-        nn.Linear(16, 16, bias), nn.Tanh(), nn.Linear(16, 16, bias), nn.Tanh(), nn.Linear(16, 4, bias)
+        nn.Linear(16, 16, bias),
+        nn.Tanh(),
+        nn.Linear(16, 16, bias),
+        nn.Tanh(),
+        nn.Linear(16, 4, bias),
     )
 
 

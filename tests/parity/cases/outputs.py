@@ -49,7 +49,7 @@ class ModelOutput(OrderedDict):  # type: ignore[type-arg]
         return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
 
 
-Pair = namedtuple("Pair", ["logits", "hidden"])  # noqa: PYI024 - what old code returns
+Pair = namedtuple("Pair", ["logits", "hidden"])
 
 
 class Opaque:
@@ -259,8 +259,6 @@ CASES |= {
     "keyword arguments": Case(build=Triple, step=keyword_step),
 }
 CASES |= {
-    f"loss kept on the module, returns {what}": Case(
-        build=partial(Aside, what), step=aside_step
-    )
+    f"loss kept on the module, returns {what}": Case(build=partial(Aside, what), step=aside_step)
     for what in ("nothing", "hidden", "detached")
 }

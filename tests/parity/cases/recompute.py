@@ -54,7 +54,9 @@ class Segments(nn.Module):
         for number, block in enumerate(self.blocks):
             x = checkpoint(block, x, **self.options)
             if number == 1:
-                x = pause(x, *(partial(getattr, m, "weight") for m in self.modules() if _trained(m)))
+                x = pause(
+                    x, *(partial(getattr, m, "weight") for m in self.modules() if _trained(m))
+                )
         return self.head(x)
 
 
@@ -104,9 +106,7 @@ class Nested(nn.Module):
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(
-            checkpoint(self._segment, self.embed(x), use_reentrant=self.reentrant)
-        )
+        return self.head(checkpoint(self._segment, self.embed(x), use_reentrant=self.reentrant))
 
 
 class Reverse(torch.autograd.Function):
@@ -165,9 +165,7 @@ for reentrant, word in ((True, "re-entrant"), (False, "not re-entrant")):
         f"sequential, {word}": Case(build=partial(Sequential, reentrant)),
     }
 CASES |= {
-    "selective": Case(
-        build=partial(Segments, Block, use_reentrant=False, context_fn=SELECTIVE)
-    ),
+    "selective": Case(build=partial(Segments, Block, use_reentrant=False, context_fn=SELECTIVE)),
     "reversible": Case(build=Reversible),
     "segments, not re-entrant, accumulating": Case(
         build=partial(Segments, Block, use_reentrant=False), step=accumulating

@@ -40,7 +40,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; ``layout`` numbers the layouts, so that late messages of an old one are known."""
+    """One message; ``layout`` tells late messages of an old layout from those of the new one."""
 
     kind: Kind
     layout: int = 0

@@ -1,4 +1,4 @@
-"""The other ranks of this machine: messages from all of them, on one thread that sleeps meanwhile."""
+"""The other ranks of this machine: messages from all of them, on one thread that waits."""
 
 from __future__ import annotations
 

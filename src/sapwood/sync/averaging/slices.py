@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ def cut(length: int, element_size: int, count: int) -> list[slice]:
     units = -(-length // unit)
     edges = [min(length, units * n // count * unit) for n in range(count + 1)]
     edges[-1] = length
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
