@@ -12,11 +12,28 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from checkpoint_step import FULL_SIZES, QUICK_SIZES, check_memory, sensible
 from contenders.equality import differences, error_in, not_installed
+from contenders.sizes import check_memory, checkpoint_bytes
 from core import Benchmark, Case, Contender, Extra, Metric, Plan, RankGroup, Target, main
 
 MODULE = "contenders.restore"
+# Both about 600 MB of state to save: weights and momentum, or weights and two moments.
+NT3 = {"filters": 16, "batch_size": 2}
+RESNET = {"image": 32, "batch_size": 4}
+FULL_SIZES = {
+    "nt3": {"sgd": {"mb": 300, **NT3}, "adam": {"mb": 200, **NT3}},
+    "resnet50": {"sgd": RESNET, "adam": RESNET},
+}
+QUICK_SIZES = {
+    "nt3": {"sgd": {"mb": 16, **NT3}, "adam": {"mb": 16, **NT3}},
+    "resnet50": {"sgd": {**RESNET, "width": 0.5}, "adam": {**RESNET, "width": 0.5}},
+}
+USUAL = {"nt3": "sgd", "resnet50": "adam"}
+
+
+def sensible(case: Case) -> bool:
+    """Every workload with its usual optimizer; with the other one at two ranks."""
+    return case["optimizer"] == USUAL[case["workload"]] or case["ranks"] == 2
 
 
 class RestoreSession:
@@ -25,7 +42,10 @@ class RestoreSession:
     def __init__(self, case: Case, names: Sequence[str], options: Mapping[str, Any]) -> None:
         self.case, self.options = case, options
         self.extra = Extra()
-        check_memory(case, options["workloads"])
+        name, optimizer = case["workload"], case["optimizer"]
+        sizes = options["workloads"][name][optimizer]
+        self.model = {"name": name, "optimizer": optimizer, "options": sizes}
+        check_memory(checkpoint_bytes(case["ranks"], self.model))
         self.owned = contextlib.ExitStack()
         try:
             self.store = self.owned.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
@@ -38,7 +58,7 @@ class RestoreSession:
             raise
 
     def new_group(self) -> RankGroup:
-        options = {"workloads": self.options["workloads"], "store": self.store}
+        options = {"model": self.model, "store": self.store}
         group = RankGroup(MODULE, world=self.case["ranks"], case=self.case, options=options)
         self.owned.callback(group.close)
         return group

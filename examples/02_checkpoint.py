@@ -9,6 +9,9 @@ Stop it, kill it, start it again, on one rank or on four:
 
                          sapwood run -n 4 examples/02_checkpoint.py --steps 400
 
+Asked to stop (kill a rank with SIGTERM, or give it a --time-limit) it saves first, and goes on by
+itself under `sapwood run -n 2 --restarts 3`.
+
 Then look at what it left:   sapwood ckpt ls ckpts
 """
 
@@ -50,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="the step to train to")
     parser.add_argument("--every", type=int, default=15, help="steps between checkpoints")
+    parser.add_argument("--time-limit", help="have stopped by then, such as 3h55m")
     parser.add_argument("--place", default="ckpts", help="a folder, or s3://bucket/prefix")
     options = parser.parse_args()
 
@@ -58,7 +62,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 
-    with sapwood.Run(model, optimizer, schedulers=[scheduler]) as run:
+    with sapwood.Run(
+        model, optimizer, schedulers=[scheduler], time_limit=options.time_limit
+    ) as run:
         samples = Samples(128, run.rank)
         with sapwood.Checkpointer(
             run, options.place, every=options.every, own={"samples": samples}

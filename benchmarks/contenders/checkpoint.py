@@ -17,7 +17,8 @@ from core.rank import Context
 
 from .files import tree_bytes
 from .savers import SAVERS
-from .taking import MODES, Contender, Ours, Peer
+from .taking import Contender, Peer
+from .taking_ours import MODES, Ours
 from .training import (
     Ddp,
     Sapwood,
@@ -32,7 +33,7 @@ from .training import (
     state_bytes,
 )
 
-__all__ = ["CONTENDERS", "create", "prepare", "size", "turn", "verify"]
+__all__ = ["CONTENDERS", "course", "create", "prepare", "size", "turn", "verify"]
 
 BASELINES: dict[str, type[Training]] = {
     "no checkpoint, ddp": Ddp,
@@ -86,6 +87,60 @@ def save_once(chosen: Contender) -> dict[str, Any]:
     found = measured(chosen)
     chosen.end()
     return found
+
+
+def course(
+    workload: Workload,
+    context: Context,
+    made: dict[str, Any],
+    contender: str,
+    steps: int,
+    every: int,
+) -> dict[str, Any]:
+    """A whole training with checkpoints, or without; no two of its steps are told apart."""
+    try:
+        if contender in BASELINES:
+            return plain_course(made[contender], context, steps)
+        return saved_course(made[contender], context, steps, every)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def plain_course(training: Training, context: Context, steps: int) -> dict[str, Any]:
+    training.step()
+    context.barrier()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        training.step()
+    return {"run": time.perf_counter() - begun}
+
+
+def saved_course(chosen: Contender, context: Context, steps: int, every: int) -> dict[str, Any]:
+    warm_up(chosen, every)
+    had = tree_bytes(chosen.folder) if context.rank == 0 else 0
+    context.barrier()
+    found = chosen.course(steps, every)
+    chosen.settle()
+    context.barrier()
+    if context.rank == 0:
+        chosen.sync()
+    context.barrier()
+    stop = time.perf_counter() - found.ended
+    written = tree_bytes(chosen.folder) - had if context.rank == 0 else 0
+    chosen.end()
+    return {**asdict(found), "stop": stop, "written": written}
+
+
+def warm_up(chosen: Contender, every: int) -> None:
+    """A first checkpoint, in which buffers are made; then the steps up to the timed ones."""
+    if isinstance(chosen, Ours):
+        chosen.open(every, every // 2 + 2)
+        chosen.checkpointer.save()
+        chosen.training.step()
+        chosen.checkpointer.wait()  # with every=1 that step was saved, too
+    else:
+        chosen.begin()
+        chosen.training.step()
 
 
 def plain_steps(contender: Contender) -> None:

@@ -39,6 +39,38 @@ def save_metrics(answers: Answers, *, durable: bool) -> dict[str, float]:
     return found
 
 
+def course_metrics(answers: Answers, steps: int) -> dict[str, float]:
+    """The slowest rank counts; ``total`` is all of it, a step's share."""
+
+    def slowest(key: str) -> float:
+        return max(answer[key] for answer in answers)
+
+    run = slowest("run")
+    found = {"run": run / steps * 1e3, "total": run / steps * 1e3}
+    if "stop" in answers[0]:
+        found["stop"] = slowest("stop")
+        found["total"] = (run + found["stop"]) / steps * 1e3
+        found["taken"] = answers[0]["taken"]
+        found["written"] = answers[0]["written"] / 1e6
+        for tier in answers[0]["tiers"]:
+            found[f"stop_{tier}"] = max(answer["tiers"].get(tier, 0.0) for answer in answers)
+    return found
+
+
+def derive_course(measured: Round) -> None:
+    """Relative to plain DistributedDataParallel of the same round, for everybody.
+
+    So the price of a trainer's own step is in it, whichever way it goes.
+    """
+    base = measured.get(DDP_BASELINE, {})
+    if not base:
+        return
+    for metrics in measured.values():
+        for key in ("run", "total"):
+            if key in metrics:
+                metrics[f"{key}_ddp"] = (metrics[key] / base["run"] - 1) * 100
+
+
 def derive(measured: Round) -> None:
     """Costs beyond training: what the same round's baseline of the same trainer takes is taken off.
 

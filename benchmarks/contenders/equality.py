@@ -12,6 +12,7 @@ NEEDS = {
     "torch_checkpointing": "torch_checkpointing",
     "torchsnapshot": "torchsnapshot",
     "torchsnapshot async": "torchsnapshot",
+    "dlrover": "dlrover",
     "file safetensors": "safetensors",
     "p2p mpi4py": "mpi4py",
     "torchft http": "torchft",

@@ -52,20 +52,27 @@ class EarlyUpdates:
             for hook in hooks:
                 hook.remove()
 
-    def shares(self) -> list[float]:
+    def shares(self) -> list[tuple[float, float]]:
+        """Of each step: the share of buckets, and of bytes, updated before its last gradient."""
         per_step = len(self.gradient_at) // len(self.events)
         if per_step * len(self.events) != len(self.gradient_at):
             raise RuntimeError("steps differ in their number of gradients")
         found = []
         for index, (_, buckets) in enumerate(sorted(self.events.items())):
             last = max(self.gradient_at[index * per_step : (index + 1) * per_step])
-            early = sum(at < last for at, _ in buckets.values())
-            found.append(early / len(buckets))
+            sizes = [(at < last, nbytes(event)) for at, event in buckets.values()]
+            early = [size for is_early, size in sizes if is_early]
+            found.append((len(early) / len(sizes), sum(early) / sum(size for _, size in sizes)))
         return found
 
     def last_step(self) -> list[Any]:
         """The events of the last watched step."""
         return [event for _, event in self.events[max(self.events)].values()]
+
+
+def nbytes(event: Any) -> int:
+    """Of the parameters of a bucket."""
+    return sum(one.tensor.numel() * one.tensor.element_size() for one in event.tensors)
 
 
 def announce_seconds(events: list[Any]) -> float:

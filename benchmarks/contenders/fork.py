@@ -16,12 +16,14 @@ from typing import Any
 from core.processes import group_cpu_seconds
 from core.rank import Context
 
+from .fork_clones import Clone, OurClone, PeerClone
+from .fork_donors import Donor, OurDonor, PeerDonor, agreed
 from .fork_meeting import Turn, visit
-from .fork_sides import ORDERS, Clone, Donor, OurClone, OurDonor, PeerClone, PeerDonor, agreed
+from .fork_orders import ORDERS
 from .fork_torchft import TorchftHttp, TorchftPg
-from .fork_training import DONORS, ForkedDdp, ForkedSapwood, prepare
+from .fork_training import DONORS, ForkedDdp, ForkedSapwood
 from .fork_ways import FiledSafetensors, FiledTorch, Gloo, Loopback, Mpi, Way
-from .training import Workload, clones, digests, make, put_back, state_bytes
+from .training import Workload, clones, digests, make, prepare, put_back, state_bytes
 
 __all__ = ["CONTENDERS", "create", "donate", "prepare", "receive", "size"]
 
@@ -41,7 +43,7 @@ def meeting(context: Context) -> Any:
     """One connection to the parent's store per process."""
     port = context.options["port"]
     if port not in _STORES:
-        _STORES[port] = visit(port)
+        _STORES[port] = visit(port, context.options["host"])
     return _STORES[port]
 
 
@@ -141,11 +143,21 @@ def receive(
         state = clone.build()
         turn.count("built", context.world)
         clone.receive(state, turn)
-        found["ready"] = time.perf_counter()
-        turn.count("ready", context.world)
-        turn.hear("over")
+
+        def ready() -> None:
+            found["ready"] = time.perf_counter()
+            turn.count("ready", context.world)
+
         if check:
+            clone.complete()
+            ready()
             found["loaded"] = digests(state.model, state.optimizer)
+        else:
+            clone.train(state, ready)
+            if clone.whole:
+                found["first"] = time.perf_counter()
+        found |= {"since": clone.since, "needed": clone.needed}
+        turn.hear("over")
     except Exception as error:
         turn.fail(f"{type(error).__name__}: {error}")
         found = {"error": f"{type(error).__name__}: {error}"}
@@ -174,7 +186,9 @@ def peer(name: str) -> Callable[[Workload, Context], Donor | Clone]:
 def ours(name: str) -> Callable[[Workload, Context], Donor | Clone]:
     def build(workload: Workload, context: Context) -> Donor | Clone:
         if context.options["side"] == DONORS:
-            return OurDonor(workload.training(ForkedSapwood, context), context)
+            training = workload.training(ForkedSapwood, context)
+            assert isinstance(training, ForkedSapwood)
+            return OurDonor(training, context, name)
         return OurClone(workload, context, name)
 
     return build

@@ -25,11 +25,13 @@ def fork_metrics(donors: Answers, clones: Answers, nbytes: int) -> dict[str, flo
     ended = max(donor["ended"] for donor in donors)
     begun = min(donor["begun"] for donor in donors)
     backward = slowest(donors, "backwards")
-    return {
+    standby = ready - needed_from(donors, clones)
+    found = {
         "step": slowest(donors, "steps") * 1e3,
         "readiness": (ready - ended) * 1e3,
-        "standby": (ready - begun) * 1e3,
-        "standby_passes": (ready - min(d["backward_at"] for d in donors)) / backward,
+        "standby": standby * 1e3,
+        "standby_passes": standby / backward,
+        "alive": (ready - donors[0]["asked"]) * 1e3,
         "join": (begun - donors[0]["asked"]) * 1e3,
         "sent": sum(donor["sent"] for donor in donors) / 1e6,
         "pair": max(donor["pair"] for donor in donors) * 1e3,
@@ -40,6 +42,22 @@ def fork_metrics(donors: Answers, clones: Answers, nbytes: int) -> dict[str, flo
         "own_step": sum(donor["own_step_cpu"] for donor in donors),
         "gigabytes": nbytes * len(clones) / 1e9,
     }
+    if "first" in clones[0]:
+        found["first"] = (max(clone["first"] for clone in clones) - ended) * 1e3
+    return found
+
+
+def needed_from(donors: Answers, clones: Answers) -> float:
+    """When the clones must be there, as DeepClone defines it for each approach.
+
+    With a file, when it can be read; sent whole, when the cloned step has ended; sent inside
+    back-propagation, when that begins.
+    """
+    since = clones[0]["since"]
+    if since == "file":
+        return float(min(clone["needed"] for clone in clones))
+    key = {"backward": "backward_at", "end": "ended"}[since]
+    return float(min(donor[key] for donor in donors))
 
 
 def derive(measured: Round) -> None:
@@ -60,5 +78,7 @@ def derive(measured: Round) -> None:
             raw = {key: metrics.pop(key) for key in RAW}
             metrics["overhead"] = raw["pair"] - 2 * step
             metrics["overhead_step"] = metrics["overhead"] / step * 100
+            if "readiness" in metrics:
+                metrics["cost"] = metrics["overhead"] + metrics["readiness"]
             metrics["cpu"] = (raw["used"] - raw["trained"] * step_cpu) / raw["gigabytes"]
             metrics["cpu_donors"] = (raw["own"] - raw["trained"] * own_step) / raw["gigabytes"]

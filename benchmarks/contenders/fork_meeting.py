@@ -22,15 +22,15 @@ class OtherSideFailed(Exception):
     """The other side of a fork has given up."""
 
 
-def host() -> TCPStore:
-    """The parent's store; its port tells the ranks where it is."""
+def host(address: str = "127.0.0.1") -> TCPStore:
+    """The parent's store; its address and port tell the ranks where it is."""
     timeout = timedelta(seconds=WAIT)
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
-def visit(port: int) -> TCPStore:
+def visit(port: int, address: str = "127.0.0.1") -> TCPStore:
     timeout = timedelta(seconds=WAIT)
-    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 class Turn:

@@ -15,6 +15,9 @@ from core import Case, Extra, RankFailed, RankGroup
 from .equality import differences, error_in, not_installed
 from .fork_costs import OURS, fork_metrics
 from .fork_meeting import Turn, host
+from .fork_orders import ORDERS
+from .sizes import model_of
+from .spots import Spots
 
 MODULE = "contenders.fork"
 LIMIT = "loopback"
@@ -29,9 +32,14 @@ class ForkSession:
         self.case, self.options = case, options
         self.extra = Extra()
         self.turns = itertools.count()
-        self.store = host()
         self.owned = contextlib.ExitStack()
         try:
+            self.spots = Spots(case["machines"], case["ranks"], self.owned)
+            self.host = self.spots.donors[0].address
+            machines = self.spots.machines
+            self.store = machines.call(0, host, self.host) if machines else host()
+            if self.spots.fact:
+                self.extra.facts["links"] = self.spots.fact
             self.pool = self.owned.enter_context(ThreadPoolExecutor(2))
             self.shared = self.owned.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
             mark = secrets.token_hex(8)
@@ -42,14 +50,19 @@ class ForkSession:
             raise
 
     def start(self, side: str, mark: str) -> RankGroup:
+        spots = getattr(self.spots, side)
         options = {
             "side": side,
-            "workloads": self.options["workloads"],
+            "model": model_of(self.case, self.options["workloads"]),
+            "host": self.host,
             "port": self.store.port,
+            "hosts": [spot.address for spot in (*self.spots.donors, *self.spots.clones)],
+            "interface": spots[0].interface,
             "shared": self.shared,
         }
+        world = self.case["ranks"]
         group = RankGroup(
-            MODULE, world=self.case["ranks"], case=self.case, options=options, mark=mark
+            MODULE, world=world, case=self.case, options=options, spots=spots, mark=mark
         )
         self.owned.callback(group.close)
         return group
@@ -119,6 +132,10 @@ class ForkSession:
         found = fork_metrics(donors, clones, self.size)
         if not contender.startswith(OURS):
             del found["join"]  # peers are connected beforehand
+        elif ORDERS[contender].gated:
+            # It is ready within its first forward pass, where nobody looks at a clock.
+            for key in ("readiness", "standby", "standby_passes", "alive"):
+                del found[key]
         return found
 
     def finish(self) -> Extra:

@@ -11,19 +11,9 @@ import torch
 from core.rank import Context
 from torch import Tensor, nn
 
-from .training import DISTINCT_BATCHES, Ddp, Sapwood, Training, Workload
+from .training import Ddp, Sapwood, Training, Workload
 
 DONORS, CLONES = "donors", "clones"
-
-
-def prepare(context: Context) -> Workload:
-    from sapwood.testing import workloads
-
-    name = context.case["workload"]
-    source = workloads.by_name(name.partition("-")[0], **context.options["workloads"][name])
-    count = DISTINCT_BATCHES if context.options["side"] == DONORS else 0
-    batches = [source.batch(step, context.rank, context.world) for step in range(count)]
-    return Workload(source, batches, "sgd")
 
 
 class Noting(Training):
@@ -69,6 +59,8 @@ class Fresh:
     def with_optimizer_state(self) -> Fresh:
         """For contenders that receive into tensors which exist."""
         for group in self.optimizer.param_groups:
+            if not group["momentum"]:
+                continue
             for parameter in group["params"]:
                 state = torch.ones_like(parameter, requires_grad=False)
                 self.optimizer.state[parameter]["momentum_buffer"] = state

@@ -7,6 +7,7 @@ when it is used.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -32,6 +33,11 @@ MPI_PAUSE = 0.0002
 class Way(ABC):
     """One peer in one rank of one side: ``send`` and ``before_update`` are what donors wait for."""
 
+    whole = True
+    """Whether clones have a state to train with."""
+    since = "end"
+    """When clones must be there: at the "end" of the cloned step, or when there is a "file"."""
+
     def __init__(self, context: Context, store: Store) -> None:
         """The two sides, and who of them this process is: donors come first."""
         self.context = context
@@ -39,6 +45,7 @@ class Way(ABC):
         self.me = context.rank + (0 if self.donates else context.world)
         self.partner = context.rank + (context.world if self.donates else 0)
         self.store = store
+        self.needed = 0.0
 
     def prepare(self, training: Noting, turn: Turn) -> None:
         """Untimed: get ready to send."""
@@ -75,6 +82,7 @@ class Way(ABC):
 class Filed(Way):
     """Donor 0 writes a file and syncs it, every clone reads all of it."""
 
+    since = "file"
     writer: type[Saver]
     reader: type[Saver]
 
@@ -95,6 +103,7 @@ class Filed(Way):
 
     def take(self, state: Fresh, turn: Turn) -> None:
         turn.hear("file")
+        self.needed = time.perf_counter()
         self.reader(state.model, state.optimizer, self.context).load(self.home)
 
     def end(self) -> None:
@@ -114,7 +123,7 @@ def cross_group(way: Way, name: str) -> ProcessGroupGloo:
     """A gloo group of both sides, which were started apart."""
     options = ProcessGroupGloo._Options()
     options._timeout = TIMEOUT
-    options._devices = [ProcessGroupGloo.create_device(interface="lo")]
+    options._devices = [ProcessGroupGloo.create_device(interface=way.context.options["interface"])]
     options._threads = 1
     store = PrefixStore(f"group/{name}", way.store)
     return ProcessGroupGloo(store, way.me, 2 * way.context.world, options)
@@ -152,11 +161,15 @@ class Mpi(Way):
     """The same with mpi4py, connected as our own transport connects."""
 
     def __init__(self, context: Context, store: Store) -> None:
+        if context.options["interface"] != "lo":
+            # MPI reads it when it starts. UCX looks at the boot to tell machines apart, and takes
+            # the first interface, so it would not leave a namespace.
+            os.environ.update(UCX_TLS="tcp,self", UCX_NET_DEVICES=context.options["interface"])
         from sapwood.transport.base import Ends
         from sapwood.transport.mpi import open_mpi
 
         super().__init__(context, store)
-        hosts = ("here",) * (2 * context.world)
+        hosts = tuple(context.options["hosts"])
         ends = Ends(me=self.me, donors=context.world, hosts=hosts, timeout=WAIT)
         self.link = open_mpi(PrefixStore("mpi", store), ends)
         self.comm = self.link._comms[self.partner]
@@ -194,6 +207,8 @@ class Mpi(Way):
 
 class Loopback(Way):
     """The limit: each donor's share of the bytes, in one message; nothing is rebuilt from them."""
+
+    whole = False
 
     def __init__(self, context: Context, store: Store) -> None:
         super().__init__(context, store)

@@ -15,7 +15,7 @@ from core.rank import Context
 from .files import sync_tree, tree_bytes
 from .saver import Saver
 from .savers import SAVERS, TorchLoadMmap
-from .taking import ENGINE
+from .taking_ours import ENGINE
 from .training import (
     Ddp,
     Sapwood,

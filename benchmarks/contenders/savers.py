@@ -12,6 +12,7 @@ from core.rank import COLLECTIVE_TIMEOUT
 from torch import Tensor
 
 from .dcp import Dcp, DcpAsync, DcpAsyncHardest, DcpAsyncProcess
+from .dlrover import Dlrover
 from .saver import WAIT, BufferCopies, Saver, copy_optimizer
 from .training import state_tensors
 
@@ -193,5 +194,6 @@ SAVERS: dict[str, Callable[..., Saver]] = {
     "torch_checkpointing": TorchCheckpointing,
     "torchsnapshot": TorchSnapshot,
     "torchsnapshot async": TorchSnapshotAsync,
+    "dlrover": Dlrover,
     "memcpy": Memcpy,
 }

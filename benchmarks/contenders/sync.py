@@ -6,6 +6,7 @@ same order, and uses the same fused optimizer kernels. Gradients are dropped, no
 
 from __future__ import annotations
 
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from core import pmi
 from core.rank import Context
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,8 +46,8 @@ class Workload:
 def prepare(context: Context) -> Workload:
     from sapwood.testing import workloads
 
-    name = context.case["workload"]
-    source = workloads.by_name(name, **context.options["workloads"][name])
+    name = context.options["workload"]
+    source = workloads.by_name(name, **context.options["settings"])
     batches = [source.batch(step, context.rank, context.world) for step in range(DISTINCT_BATCHES)]
     return Workload(source, batches, adam=name == "transformer")
 
@@ -104,7 +106,25 @@ class NoOverlap(Local):
             assert parameter.grad is not None
             torch.mul(parameter.grad, 1 / self.world, out=view)
             parameter.grad = view
+        self.average()
+
+    def average(self) -> None:
         dist.all_reduce(self.flat)
+
+
+class MpiAllreduce(NoOverlap):
+    """The same by MPI, which goes through shared memory between ranks of a machine."""
+
+    def __init__(self, workload: Workload, context: Context) -> None:
+        super().__init__(workload, context)
+        with pmi.managed():
+            from mpi4py import MPI
+        self.comm, self.in_place = MPI.COMM_WORLD, MPI.IN_PLACE
+        if (self.comm.rank, self.comm.size) != (context.rank, context.world):
+            raise RuntimeError(f"MPI has rank {self.comm.rank} of {self.comm.size}")
+
+    def average(self) -> None:
+        self.comm.Allreduce(self.in_place, self.flat.numpy())
 
 
 class Ddp(Local):
@@ -116,15 +136,17 @@ class Ddp(Local):
 
 
 class Sapwood(Trainer):
-    def __init__(self, workload: Workload, context: Context, folder: str) -> None:
+    def __init__(self, workload: Workload, context: Context, folder: str, **settings: Any) -> None:
         import sapwood
 
         super().__init__(workload)
+        self.folder = folder
         self.run = sapwood.Run(
             self.plain,
             workload.optimizer(self.plain),
             folder=context.scratch / folder,
             trace=False,
+            **settings,
         )
 
     def __call__(self) -> None:
@@ -153,11 +175,15 @@ def ddp(**settings: bool) -> Callable[[Workload, Context], Trainer]:
 
 CONTENDERS: dict[str, Callable[[Workload, Context], Trainer]] = {
     "sapwood": lambda workload, context: Sapwood(workload, context, "plain"),
+    "sapwood direct": lambda workload, context: Sapwood(
+        workload, context, "direct", averaging="direct"
+    ),
     "sapwood+subscriber": lambda workload, context: Subscribed(workload, context, "subscribed"),
     "ddp": ddp(),
     "ddp static": ddp(static_graph=True),
     "ddp view": ddp(gradient_as_bucket_view=True),
     "ddp static+view": ddp(static_graph=True, gradient_as_bucket_view=True),
+    "mpi4py": MpiAllreduce,
     "no overlap": NoOverlap,
     "local": Local,
 }
@@ -217,13 +243,24 @@ def gradient_bytes(workload: Workload, context: Context, made: dict[str, Trainer
 def observe(
     workload: Workload, context: Context, made: dict[str, Trainer], contender: str, steps: int
 ) -> dict[str, list[float]]:
-    """Share of buckets updated before the last gradient of the step existed, per step."""
+    """Shares of buckets and bytes updated before the last gradient of a step, per step."""
     trainer = made[contender]
     assert isinstance(trainer, Subscribed)
     with trainer.early.watching():
         for _ in range(steps):
             trainer()
-    return {"early_share": trainer.early.shares()}
+    buckets, sizes = zip(*trainer.early.shares(), strict=True)
+    return {"early_share": list(buckets), "early_bytes": list(sizes)}
+
+
+def averaging(
+    workload: Workload, context: Context, made: dict[str, Trainer], contender: str
+) -> str | None:
+    """How ours averages here, as the run's own folder says; rank 0 writes it."""
+    trainer = made[contender]
+    assert isinstance(trainer, Sapwood)
+    facts = context.scratch / trainer.folder / trainer.run.id / "run.toml"
+    return tomllib.loads(facts.read_text()).get("layout", {}).get("averaging")
 
 
 def events_cost(

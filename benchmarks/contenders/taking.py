@@ -1,33 +1,19 @@
-"""How contenders take a checkpoint in the middle of their training: the peers, and ours."""
+"""How contenders take a checkpoint in the middle of their training; the peers."""
 
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from core.rank import Context
 
 from .files import sync_tree
 from .saver import Saver
 from .savers import SAVERS
-from .training import Ddp, Sapwood, Training
-
-ENGINE = "node"
-"""How ours carries checkpoints on: "node" (a process of its own) or "sync" (in the rank)."""
-MODES = {
-    "sapwood": "auto",
-    "sapwood lazy": "lazy",
-    "sapwood backward": "backward",
-    "sapwood sharded": "sharded",
-    "sapwood single": "single",
-}
-# A share of the time that no checkpoint of these turns exceeds: auto must not make them rarer.
-NO_BOUND = 0.99
+from .training import Ddp, Training
 
 
 @dataclass(kw_only=True)
@@ -45,6 +31,29 @@ class Save:
     written: int = 0
 
 
+@dataclass(kw_only=True)
+class Course:
+    """Seconds of a whole training in one rank, from its first step until its end is durable."""
+
+    run: float
+    """All steps, with what checkpoints kept them."""
+    ended: float
+    """When the last of them had ended, by the clock."""
+    taken: int
+    """Checkpoints, that of the end not counted."""
+    tiers: dict[str, float]
+    """From the last step until this rank's share was safe, by tier; ours only."""
+
+
+def saved_at(step: int, every: int) -> bool:
+    """Whether the n-th step of a course is saved.
+
+    In the middle of each stretch: what a checkpoint does behind its step then falls on steps that
+    are timed, for a rare one as well as for a frequent one.
+    """
+    return step % every == every // 2
+
+
 class Contender(ABC):
     """A training and a way to save it; ``begin`` and ``end`` enclose a turn."""
 
@@ -55,7 +64,8 @@ class Contender(ABC):
 
     def __init__(self, training: Training, context: Context, name: str) -> None:
         self.training, self.context = training, context
-        self.folder = context.scratch / name.replace(" ", "-").replace(",", "")
+        home = Path(context.options.get("place") or context.scratch)
+        self.folder = home / name.replace(" ", "-").replace(",", "")
         self.saves = 0
 
     @abstractmethod
@@ -69,6 +79,10 @@ class Contender(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Waits until the last checkpoint is done, as far as the contender goes by itself."""
+
+    @abstractmethod
+    def course(self, steps: int, every: int) -> Course:
+        """Trains so many steps with checkpoints, saves the last state and waits for it."""
 
     @abstractmethod
     def restore(self) -> None:
@@ -120,12 +134,32 @@ class Peer(Contender):
         pair = time.perf_counter() - begun
         return Save(blocking=blocking + waited, pair=pair, called=called)
 
+    def course(self, steps: int, every: int) -> Course:
+        assert isinstance(self.training, Ddp)
+        taken = 0
+        begun = time.perf_counter()
+        for step in range(steps):
+            self.training.step(self.saver.before_update)
+            if saved_at(step, every):
+                taken += 1
+                if step < steps - 1:  # the last state is saved below, due or not
+                    self.save()
+        ended = time.perf_counter()
+        self.save()
+        return Course(run=ended - begun, ended=ended, taken=taken, tiers={})
+
+    def save(self) -> None:
+        """As one would in a training: what is still under way comes first."""
+        self.saver.wait()
+        self.saves += 1
+        self.saver.save(self.place())
+
     def settle(self) -> None:
         self.saver.wait()
 
     def sync(self) -> None:
         if not self.saver.syncs:
-            sync_tree(self.place())
+            sync_tree(self.folder)
 
     def restore(self) -> None:
         self.saver.load(self.place())
@@ -133,93 +167,3 @@ class Peer(Contender):
     def close(self) -> None:
         self.saver.close()
         super().close()
-
-
-class Ours(Contender):
-    """A Checkpointer per turn, so that the staging memory of one mode is there at a time.
-
-    What auto learned is handed on from turn to turn, as if it were one long run.
-    """
-
-    warm_saves = 1  # a new Checkpointer plans and maps its memory at its first checkpoint
-    plain = 2  # the first step of a turn tells auto nothing: it cannot know when it began
-
-    def __init__(self, training: Training, context: Context, name: str) -> None:
-        super().__init__(training, context, name)
-        self.mode = MODES[name]
-        self.checkpointer: Any = None
-        self.choice: Any = None
-        self.main = threading.get_ident()
-
-    def begin(self) -> None:
-        import sapwood
-
-        assert isinstance(self.training, Sapwood)
-        run, every = self.training.run, self.plain + 2
-        while (run.step_count + self.plain + 1) % every:
-            self.training.step()
-        self.checkpointer = sapwood.Checkpointer(
-            run,
-            self.folder,
-            every=every,
-            mode=self.mode,
-            engine=ENGINE,
-            overhead=NO_BOUND,
-            keep=None,
-        )
-        if self.choice is not None:
-            self.checkpointer._saver.pace.choice = self.choice
-        self.choice = self.checkpointer._saver.pace.choice
-        self.on_main: dict[str, bool] = {}
-        self.probe = run.events.subscribe(sapwood.TensorUpdated, self.noticed, name="probe")
-
-    def noticed(self, event: Any) -> None:
-        self.on_main["TensorUpdated"] = threading.get_ident() == self.main
-
-    def kept(self) -> float:
-        """Seconds the training has been kept so far, as the event bus and the fences counted them.
-
-        Handlers of updates count where updates run on the training's thread.
-        """
-        assert isinstance(self.training, Sapwood)
-        run = self.training.run
-        seconds = float(run.stats.fence_seconds.get("checkpoint", 0.0))
-        for one in run.events.subscriptions():
-            counts = one.kind.__name__ == "StepEnded" or self.on_main.get(one.kind.__name__, True)
-            if one.name == "checkpoint" and counts:
-                seconds += one.seconds
-        return seconds
-
-    def checkpoint(self) -> Save:
-        reports = self.checkpointer.stats.saves
-        known, kept = len(reports), self.kept()
-        self.saves += 1
-        first = self.training.timed_step()
-        called = time.perf_counter()
-        second = self.training.timed_step()
-        blocking = self.kept() - kept
-        self.checkpointer.wait()
-        if len(reports) != known + 1:
-            raise RuntimeError(f"{len(reports) - known} checkpoints were taken, not 1")
-        return Save(
-            blocking=blocking,
-            pair=first + second,
-            preparation=reports[-1].preparation_seconds,
-            mode=reports[-1].mode,
-            called=called,
-        )
-
-    def settle(self) -> None:
-        failed = self.checkpointer.stats.saves[-1].failed
-        if failed:
-            raise RuntimeError(f"a tier failed: {failed}")
-
-    def restore(self) -> None:
-        if self.checkpointer.restore_latest() is None:
-            raise RuntimeError("there is no checkpoint")
-
-    def end(self) -> None:
-        self.probe.cancel()
-        self.checkpointer.close()
-        self.checkpointer = None
-        super().end()

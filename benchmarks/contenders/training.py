@@ -18,6 +18,8 @@ from core.rank import Context
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .sizes import source_of
+
 Batch = tuple[Any, Any]
 DISTINCT_BATCHES = 4
 
@@ -32,6 +34,8 @@ class Workload:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer_name == "adam":
             return torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+        if self.optimizer_name == "plain":
+            return torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
 
     def training(self, kind: type[Training], context: Context) -> Training:
@@ -42,14 +46,10 @@ class Workload:
 
 
 def prepare(context: Context) -> Workload:
-    from sapwood.testing import workloads
-
-    case = context.case
-    source = workloads.by_name(
-        case["workload"], **context.options["workloads"][case["workload"]][case["optimizer"]]
-    )
+    model = context.options["model"]
+    source = source_of(model)
     batches = [source.batch(step, context.rank, context.world) for step in range(DISTINCT_BATCHES)]
-    return Workload(source, batches, case["optimizer"])
+    return Workload(source, batches, model["optimizer"])
 
 
 class Training(ABC):

@@ -4,7 +4,7 @@ from .cases import Case, expand, label, parse_filters
 from .cli import main
 from .judge import Target
 from .model import Benchmark, Contender, Extra, Metric, NotRun, Plan, Session
-from .ranks import RankFailed, RankGroup
+from .ranks import RankFailed, RankGroup, Spot
 from .stats import Ratio, Summary, ratio_of_medians, summarise
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "RankGroup",
     "Ratio",
     "Session",
+    "Spot",
     "Summary",
     "Target",
     "expand",

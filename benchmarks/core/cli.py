@@ -86,9 +86,7 @@ def run_all(
     benchmark: Benchmark, plan: Plan, chosen: Sequence[cases.Case], names: Sequence[str], mode: str
 ) -> dict[str, Any]:
     load = machine.load_average()
-    warning = machine.load_warning(load[0])
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr)
+    warning = machine.load_warning()
     started = time.monotonic()
     results = []
     with progress(len(chosen)) as (begin, report):
@@ -97,6 +95,9 @@ def run_all(
             results.append(run_case(benchmark, case, names, plan, report))
             if "reason" in results[-1]:
                 complain(results[-1])
+    warnings = [*([warning] if warning else []), *disturbances(results)]
+    for text in warnings:
+        print(f"warning: {text}", file=sys.stderr)
     return {
         "schema": SCHEMA,
         "benchmark": benchmark.name,
@@ -106,11 +107,27 @@ def run_all(
         "machine": machine.facts(),
         "load_before": load,
         "load_after": machine.load_average(),
-        "warnings": [warning] if warning else [],
+        "warnings": warnings,
         "contenders": list(names),
         "cases": results,
         "targets": [asdict(judge(target, benchmark, results)) for target in benchmark.targets],
     }
+
+
+def disturbances(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Cases beside which other work ran."""
+    found = [(result, machine.meter_warning(result["others"])) for result in results]
+    measured = [(result, text) for result, text in found if text and "samples" in result]
+    return [f"{cases.label(result['case'])}: {text}" for result, text in measured]
+
+
+def why_not_recorded(run: dict[str, Any], *, whole: bool, asked: bool) -> str | None:
+    """The reason, or None: the run goes into the record."""
+    if not (whole or asked):
+        return "only part of the benchmark ran (--record keeps it)"
+    if run["warnings"]:
+        return f"{len(run['warnings'])} warnings say that other work disturbed it"
+    return None
 
 
 def complain(result: dict[str, Any]) -> None:
@@ -133,7 +150,8 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     filters = cases.parse_filters(given.case, plan.axes)
     # A filter may ask for a value that only the other plan sweeps.
     axes = {**plan.axes, **{axis: benchmark.full.axes[axis] for axis in filters}}
-    chosen = cases.select(cases.expand(axes, benchmark.keep), filters)
+    possible = cases.select(cases.expand(axes, benchmark.keep), filters)
+    chosen = [case for case in possible if plan.keep(case)] or possible
     names = chosen_contenders(benchmark, given.only)
     if not chosen:
         raise SystemExit(f"no case matches {given.case}; --full --list shows them")
@@ -145,8 +163,9 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     whole = given.full and not filters and not given.only
     stem = benchmark.name if whole else f"{benchmark.name}-partial"
     figure.draw(benchmark, run["cases"], machine.HERE / "results" / stem)
-    if whole or given.record:
+    reason = why_not_recorded(run, whole=whole, asked=given.record)
+    if reason is None:
         record(benchmark, run, machine.HERE)
-    elif given.full:
-        print("not recorded: only part of the benchmark ran (--record keeps it)", file=sys.stderr)
+    elif given.full or given.record:
+        print(f"not recorded: {reason}", file=sys.stderr)
     return 1 if any("failed" in result["status"] for result in run["cases"]) else 0

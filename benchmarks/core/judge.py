@@ -17,7 +17,8 @@ class Target:
     """A bound on ours over the best peer, or on ours alone, that holds in every case it covers.
 
     ``among`` names the contenders ours is compared with, where not all peers are meant: some of
-    them, or a limit.
+    them, or a limit. ``contender`` names one of ours that is not the default. With ``doubt`` a case
+    holds as long as the interval does not say otherwise.
     """
 
     text: str
@@ -27,10 +28,13 @@ class Target:
     of: Literal["ours / best peer", "ours"] = "ours / best peer"
     contender: str = ""
     among: Sequence[str] = ()
+    doubt: bool = False
     where: Callable[[Case], bool] = lambda case: True
 
-    def holds(self, figure: float) -> bool:
-        return figure <= self.bound if self.at == "most" else figure >= self.bound
+    def holds(self, figure: Ratio) -> bool:
+        if self.at == "most":
+            return (figure.low if self.doubt else figure.value) <= self.bound
+        return (figure.high if self.doubt else figure.value) >= self.bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +59,16 @@ def best_peer(
 
 
 def ours_over_best(
-    benchmark: Benchmark, samples: Samples, metric: Metric, among: Sequence[str] = ()
+    benchmark: Benchmark,
+    samples: Samples,
+    metric: Metric,
+    among: Sequence[str] = (),
+    contender: str = "",
 ) -> Ratio | None:
     peer = best_peer(benchmark, samples, metric, among)
-    ours = next(iter(benchmark.named("ours")), "")
+    ours = contender or next(iter(benchmark.named("ours")), "")
     values = samples.get(ours, {}).get(metric.name, [])
     if peer is None or not values:
-        return None
-    if summarise(samples[peer][metric.name]).median <= 0:
-        # A difference of two times that noise made negative: a ratio to it says nothing.
         return None
     return ratio_of_medians(values, samples[peer][metric.name])
 
@@ -71,7 +76,7 @@ def ours_over_best(
 def figure_of(target: Target, benchmark: Benchmark, samples: Samples) -> Ratio | None:
     metric = next(metric for metric in benchmark.metrics if metric.name == target.metric)
     if target.of == "ours / best peer":
-        return ours_over_best(benchmark, samples, metric, target.among)
+        return ours_over_best(benchmark, samples, metric, target.among, target.contender)
     name = target.contender or next(iter(benchmark.named("ours")), "")
     values = samples.get(name, {}).get(metric.name, [])
     if not values:
@@ -102,7 +107,7 @@ def verdict_on(target: Target, figures: dict[str, Ratio], missing: Sequence[str]
         )
     pick = max if target.at == "most" else min
     worst = pick(figures, key=lambda case: figures[case].value)
-    bad = [case for case, figure in figures.items() if not target.holds(figure.value)]
+    bad = [case for case, figure in figures.items() if not target.holds(figure)]
     unsure = [case for case, figure in figures.items() if figure.low <= target.bound <= figure.high]
     detail = (
         f"worst {figures[worst].value:.3g} ({worst}), bound {target.bound:g}; "

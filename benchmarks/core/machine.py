@@ -104,9 +104,12 @@ def meter_warning(read: dict[str, float]) -> str | None:
     return f"other work took {read['foreign']:.0%} of the cores, the hypervisor {read['steal']:.0%}"
 
 
-def load_warning(load: float) -> str | None:
-    """A message when other work runs here, because timings then say little."""
-    cores = len(os.sched_getaffinity(0))
-    if load <= 0.5 * cores:
-        return None
-    return f"load average {load:.2f} on {cores} cores before the run: other work disturbs timings"
+def load_warning(seconds: float = 2.0) -> str | None:
+    """A message when other work runs here, because timings then say little.
+
+    It is watched for a moment: the load average still counts the benchmark that has just ended.
+    """
+    meter = Meter()
+    time.sleep(seconds)
+    found = meter_warning(meter.read())
+    return f"before the run {found}" if found else None

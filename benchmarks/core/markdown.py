@@ -8,7 +8,6 @@ from typing import Any
 
 from .cases import label
 from .judge import best_peer
-from .machine import meter_warning
 from .model import Benchmark, Metric, Samples
 from .stats import Ratio, ratio_of_medians, summarise
 
@@ -70,6 +69,8 @@ def metric_table(
 
 
 def ratio_text(ratio: Ratio) -> str:
+    if math.isnan(ratio.value):
+        return "-"
     return f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
@@ -127,9 +128,6 @@ def remarks(run: dict[str, Any]) -> str | None:
         case = label(result["case"])
         if result["status"] in ("not run", "failed"):
             lines.append(f"- **{result['status']}**: {case}: {result['reason']}")
-        disturbed = meter_warning(result["others"])
-        if disturbed and "samples" in result:
-            lines.append(f"- warning: {case}: {disturbed}")
         lines += [f"- **check failed**: {case}: {text}" for text in result.get("failed_checks", [])]
         found = result.get("facts", {})
         if found:

@@ -43,13 +43,17 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long to measure: rounds go on until the seconds are spent, within the bounds."""
+    """How long to measure: rounds go on until the seconds are spent, within the bounds.
+
+    ``keep`` picks among the combinations of the axes, beyond what the benchmark itself does.
+    """
 
     axes: Axes
     seconds_per_case: float
     min_rounds: int
     max_rounds: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    keep: Callable[[Case], bool] = lambda case: True
 
 
 @dataclass(kw_only=True)

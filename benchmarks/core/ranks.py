@@ -16,15 +16,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from .pmi import Manager
 from .processes import GROUP_MARK
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 STDERR_TAIL = 3000
 Wrap = Callable[[list[str]], list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spot:
+    """Where a rank runs: how its command gets there, and how others reach it."""
+
+    wrap: Wrap = lambda command: command
+    address: str = "127.0.0.1"
+    interface: str = "lo"
 
 
 class RankFailed(Exception):
@@ -40,7 +51,15 @@ def free_port() -> int:
 class Rank:
     """The parent's end of one rank process."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str], wrap: Wrap, spec: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        environment: Mapping[str, str],
+        wrap: Wrap,
+        spec: str,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        """``environment`` is this rank's own; it keeps the descriptors ``inherited``."""
         self.rank = rank
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close
         self.replies, write_end = os.pipe()
@@ -50,9 +69,9 @@ class Rank:
             stdin=subprocess.PIPE,
             stdout=self.errors,
             stderr=self.errors,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=dict(environment),
             cwd=BENCHMARKS,
-            pass_fds=[write_end],
+            pass_fds=[write_end, *inherited],
             start_new_session=True,
         )
         os.close(write_end)
@@ -108,39 +127,68 @@ class RankGroup:
         case: Mapping[str, Any],
         options: Mapping[str, Any],
         wrap: Wrap = lambda command: command,
+        spots: Sequence[Spot] = (),
         timeout: float = 300,
         mark: str = "",
+        mpi: bool = False,
     ) -> None:
-        """Groups with the same ``mark`` count as one when their CPU time is read."""
+        """Groups with the same ``mark`` count as one when their CPU time is read.
+
+        ``spots`` says where each rank runs; without, all are here, started through ``wrap``. With
+        ``mpi``, ranks can start MPI inside ``pmi.managed()``; all machines must then have as many.
+        """
         self.timeout = timeout
         self.failed = False
         self.scratch = tempfile.TemporaryDirectory(prefix="bench-")
         spec = {"module": module, "case": case, "options": options, "scratch": self.scratch.name}
-        environment = self.environment(world, mark or secrets.token_hex(8))
+        spots = spots or [Spot(wrap=wrap)] * world
+        common = self.environment(spots, mark or secrets.token_hex(8))
         self.ranks: list[Rank] = []
+        self.manager: Manager | None = None
         try:
-            for rank in range(world):
-                self.ranks.append(Rank(rank, environment, wrap, json.dumps(spec)))
+            if mpi:
+                local = self.place_of(0, spots)["LOCAL_WORLD_SIZE"]
+                self.manager = Manager(len(spots), int(local))
+            for rank, spot in enumerate(spots):
+                environment = {**common, **self.place_of(rank, spots)}
+                self.ranks.append(self.start(rank, environment, spot, json.dumps(spec)))
+            if self.manager is not None:
+                self.manager.started()
             self.gather()
         except BaseException:
             self.close()
             raise
 
+    def start(self, rank: int, environment: dict[str, str], spot: Spot, spec: str) -> Rank:
+        if self.manager is None:
+            return Rank(rank, environment, spot.wrap, spec)
+        environment |= self.manager.environment(rank)
+        environment["FI_TCP_IFACE"] = spot.interface
+        return Rank(rank, environment, spot.wrap, spec, [self.manager.descriptor(rank)])
+
     @staticmethod
-    def environment(world: int, mark: str) -> dict[str, str]:
+    def environment(spots: Sequence[Spot], mark: str) -> dict[str, str]:
         inherited = os.environ.get("PYTHONPATH")
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(BENCHMARKS), inherited])),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
+            "WORLD_SIZE": str(len(spots)),
+            "MASTER_ADDR": spots[0].address,
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
             # Marks whatever the ranks start, also what detaches from them (see processes.py).
             GROUP_MARK: mark,
-            # Private namespaces have only the loopback, and host names do not resolve there.
-            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+    @staticmethod
+    def place_of(rank: int, spots: Sequence[Spot]) -> dict[str, str]:
+        here = [n for n, spot in enumerate(spots) if spot.address == spots[rank].address]
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(here.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(here)),
+            # Host names do not resolve in private namespaces.
+            "GLOO_SOCKET_IFNAME": spots[rank].interface,
         }
 
     def ask(self, do: str, **arguments: Any) -> list[Any]:
@@ -201,4 +249,7 @@ class RankGroup:
             # Ranks left behind by a failed one wait for it in a collective: no use in patience.
             rank.close(grace=0.2 if self.failed else 20)
         self.ranks = []
+        if self.manager is not None:
+            self.manager.close()
+            self.manager = None
         self.scratch.cleanup()

@@ -40,8 +40,11 @@ def ratio_of_medians(
 
     Samples of equal number come from the same rounds, so rounds are resampled, not samples: what
     disturbed a whole round then disturbs both medians of a resample alike, as it did in the run.
+
+    A cost is a difference of two times, and noise can make it negative. There is no ratio to such a
+    one; where it is above, the ratio is 0: it cannot be told from nothing.
     """
-    if not above or not below:
+    if not above or not below or np.median(below) <= 0:
         return Ratio(math.nan, math.nan, math.nan)
     top, bottom = np.asarray(above, dtype=float), np.asarray(below, dtype=float)
     rng = np.random.default_rng(seed)
@@ -49,9 +52,12 @@ def ratio_of_medians(
     pick_below = pick
     if len(top) != len(bottom):
         pick_below = rng.integers(len(bottom), size=(RESAMPLES, len(bottom)))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = np.median(top) / np.median(bottom)
-        spread = np.median(top[pick], axis=1) / np.median(bottom[pick_below], axis=1)
-        tail = 50 * (1 - level)
-        low, high = np.percentile(spread, [tail, 100 - tail])
+    value = max(0.0, np.median(top)) / np.median(bottom)
+    tops = np.maximum(0.0, np.median(top[pick], axis=1))
+    bottoms = np.median(bottom[pick_below], axis=1)
+    # A resample whose lower median is not positive says that the ratio may be any: infinite.
+    spread = np.full(RESAMPLES, math.inf)
+    np.divide(tops, bottoms, out=spread, where=bottoms > 0)
+    tail = 50 * (1 - level)
+    low, high = np.percentile(spread, [tail, 100 - tail], method="nearest")
     return Ratio(float(value), float(low), float(high))

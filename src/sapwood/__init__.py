@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sapwood.errors import SapwoodError
     from sapwood.events import BuffersUpdated, PlanChanged, StepEnded, TensorUpdated
     from sapwood.run import Run
+    from sapwood.runtime.stopped import Stopped
 
 _HOME = {
     "BuffersUpdated": "sapwood.events",
@@ -23,6 +24,7 @@ _HOME = {
     "Run": "sapwood.run",
     "SapwoodError": "sapwood.errors",
     "StepEnded": "sapwood.events",
+    "Stopped": "sapwood.runtime.stopped",
     "TensorUpdated": "sapwood.events",
 }
 
@@ -33,6 +35,7 @@ __all__ = [
     "Run",
     "SapwoodError",
     "StepEnded",
+    "Stopped",
     "TensorUpdated",
     "__version__",
 ]

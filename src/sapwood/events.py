@@ -24,6 +24,7 @@ __all__ = [
     "Fence",
     "Hold",
     "PlanChanged",
+    "RunStopping",
     "StepEnded",
     "Subscription",
     "TensorUpdated",
@@ -202,6 +203,20 @@ class PlanChanged:
     step: int
     buckets: tuple[tuple[str, ...], ...]
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStopping:
+    """The run was asked to stop, and this was the last step of all ranks: save what must last.
+
+    Published on the training thread, right after the step; the process ends when all callbacks
+    have returned.
+    """
+
+    step: int
+    reason: str
+    deadline: float
+    """When waiting must end, by ``time.monotonic()``."""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,18 +33,26 @@ from sapwood.runtime.folder import RunFolder, host_facts, new_run_id
 from sapwood.runtime.group import Group
 from sapwood.runtime.handle import run_state
 from sapwood.runtime.settings import UNSET, Resolved, resolve
+from sapwood.runtime.stopped import Stopped
+from sapwood.runtime.stopping import Stopping, StopSettings, check_time_left
 from sapwood.state.extras import Extras, Stateful
 from sapwood.state.tensors import describe_model, named_buffers, named_parameters
 from sapwood.sync import (
+    Averaging,
+    Claim,
     Context,
     Members,
     Synchroniser,
     SyncSettings,
     SyncStats,
     Views,
+    check_kinds,
     check_model,
+    check_schedulers,
+    choose_averager,
     choose_mode,
     make_engine,
+    without_zero_clip,
 )
 
 if TYPE_CHECKING:
@@ -57,8 +66,8 @@ _PLAIN = (int, float, str, tuple, type(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
-    """Where a run leaves its traces."""
+class RunSettings(StopSettings):
+    """Where a run leaves its traces, and when it stops."""
 
     folder: str | Path = "runs"
     """The folder that holds the run's own folder."""
@@ -77,6 +86,10 @@ class Run:
         id: the run's id; made up if not given.
         folder: where run folders are kept (default ``runs``).
         trace: write a trace (default off).
+        time_limit: stop, as if asked to, in time before so much has passed since the job began:
+            seconds, "3h55m", or "slurm" (default none).
+        stop_timeout: how long a stop waits for its checkpoint (default "60s").
+        stop_signals: which signals ask for a stop (default SIGTERM and SIGUSR1; None for none).
         settings: any field of ``SyncSettings``: engine, update, clip_grad_norm, fused, bucket_mb,
             timeout, ... Each can also come from ``SAPWOOD_<NAME>`` or ``[sync]`` in sapwood.toml.
 
@@ -88,6 +101,8 @@ class Run:
         step_count: steps ended so far; events of the n-th step say ``step=n``, from 1.
     """
 
+    _closed = True  # until it is whole, there is nothing to close
+
     def __init__(
         self,
         model: nn.Module,
@@ -98,31 +113,45 @@ class Run:
         id: str | None = None,
         folder: str | Path = UNSET,
         trace: bool = UNSET,
+        time_limit: float | str | None = UNSET,
+        stop_timeout: float | str = UNSET,
+        stop_signals: str | Sequence[str] | None = UNSET,
         **settings: Any,
     ) -> None:
         """Join the group, check that all ranks hold the same, and install the engine."""
-        places = resolve(RunSettings, "run", {"folder": folder, "trace": trace})
-        sync = resolve(SyncSettings, "sync", settings)
+        stops = {"time_limit": time_limit, "stop_timeout": stop_timeout}
+        given = {"folder": folder, "trace": trace, "stop_signals": stop_signals, **stops}
+        places = resolve(RunSettings, "run", given)
+        check_time_left(places.value)
+        sync = resolve(SyncSettings, "sync", without_zero_clip(settings))
         self.optimizer = optimizer
         self.events = EventBus()
-        self.schedulers = list(schedulers)
+        self.schedulers: list[LRScheduler] = []
         self.scaler = scaler
         self.step_count = 0
-        self._closed = False
+        self._pid = os.getpid()
         self._donor: Donor | None = None
         self._fork: Fork | None = None
+        self._claim: Claim | None = None
+        self._views: Views | None = None
         self._next_flush = 0.0
         self.group = Group.join(check_model(model), timeout=sync.value.timeout)
         try:
+            # In the group, so that the other ranks hear of a refusal and need not wait for it.
+            check_kinds(model, optimizer)
+            self.schedulers += check_schedulers(schedulers, optimizer)
             context = self._start(model, scaler, id, places, sync)
         except BaseException as error:
             self._abandon_fork()
+            self._let_go()
             self.group.board.post(f"{type(error).__name__}: {error}")
             self.group.close()
             raise
         self._mode = context.mode
         self.model = self._engine.model
+        self._stopping = Stopping(self.group, self.events, places.value)
         self._at_exit = AtExit(self.close)
+        self._closed = False
         try:
             self._go_on_as_fork()
         except BaseException as error:
@@ -138,7 +167,9 @@ class Run:
         sync: Resolved[SyncSettings],
     ) -> Context:
         group = self.group
-        names, parameters = Members(model, self.optimizer).read()
+        self._claim = Claim(model, self.optimizer)
+        self._members = Members(model, self.optimizer)
+        names, parameters = self._members.read()
         mode, reason = choose_mode(
             self.optimizer,
             sync.value.update,
@@ -151,10 +182,12 @@ class Run:
         self._fork = join_fork(group, model, self.optimizer)
         if self._fork is None:
             _give_rank0_values(group, model)
-        self.id = group.share_text("run id", run_id or new_run_id())
+        averaging = choose_averager(group, sync.value.averaging)
+        log.info("averaging is %s: %s", averaging.averager.name, averaging.reason)
+        self.id = self._claim.run = group.share_text("run id", run_id or new_run_id())
         self._place = RunFolder(places.value.folder, self.id)
         if group.rank == 0:
-            self._place.create(_facts(group, mode, places, sync, self.forked_from))
+            self._place.create(_facts(group, mode, averaging, places, sync, self.forked_from))
             self._place.status("running", 0)
         group.share_text("run folder", "made")
         self.trace: tracing.Tracer = tracing.OFF
@@ -165,19 +198,20 @@ class Run:
                 world=group.world,
                 run_id=self.id,
             )
+        self._views = Views(self.optimizer, sync.value.fused, mode)
         context = Context(
             model=model,
             names=names,
             parameters=parameters,
-            views=Views(self.optimizer, sync.value.fused, mode),
+            views=self._views,
             mode=mode,
             scaler=scaler,
             group=group,
+            averaging=averaging,
             events=self.events,
             trace=self.trace,
             settings=sync.value,
         )
-        self._views = context.views
         self._engine: Synchroniser = make_engine(context)
         self._engine.attach()
         return context
@@ -190,8 +224,11 @@ class Run:
         Raises:
             SubscriberError: a subscriber raised since the last step; the step itself is complete.
             PeerFailed: another rank failed, died or left.
+            Stopped: the run was asked to stop; the step is complete on all ranks, and saved.
         """
         self._check_open()
+        self._stopping.check()
+        self._members.check_trained()
         if self._fork is not None:
             self._fork.finish()
         faults.point("run.step", step=self.step_count + 1)
@@ -209,14 +246,37 @@ class Run:
             self._flush_trace()
         if self.group.rank == 0:
             self._place.status("running", self.step_count, now=False)
+        self._stop_if_asked()
         self.events.raise_pending()
         return ended
 
+    def _stop_if_asked(self) -> None:
+        try:
+            self._stopping.step_ended(self.step_count)
+        except Stopped as stopped:
+            # At once: whoever ends this process next may not let it come to `close`.
+            if self.group.rank == 0:
+                self._place.status(*_final(self.step_count, None, stopped))
+            raise
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run is asked to stop: a soon coming ``step`` raises ``Stopped``.
+
+        Ranks learn of it at different moments: end a long evaluation early for it, but let
+        nothing depend on it that all ranks must do alike.
+        """
+        return self._stopping.asked
+
     @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Inside, backward only adds to the local gradients; the first one outside averages all."""
+    def accumulate(self, *, active: bool = True) -> Iterator[None]:
+        """Inside, backward only adds to the local gradients; the first one outside averages all.
+
+        Put forward and backward of a part inside. With ``active=False`` it does nothing, for loops
+        that know by a flag which part is the last: ``with run.accumulate(active=not last):``.
+        """
         before = self._engine.accumulating
-        self._engine.accumulating = True
+        self._engine.accumulating = before or active
         try:
             yield
         finally:
@@ -352,6 +412,10 @@ class Run:
         self._closed = True
         self._at_exit.forget()
         error = error or self.group.board.uncaught
+        stopped = self._stopping.stopped
+        if isinstance(error, Stopped):
+            error = None  # an ending all ranks agreed on: nobody failed
+        self._stopping.close()
         self._abandon_fork()
         if self._donor is not None:
             self._donor.close()
@@ -360,13 +424,28 @@ class Run:
         else:
             self.group.board.post(f"{type(error).__name__}: {error}")
         self._engine.close()
-        self._views.release()
+        self._let_go()
         self.trace.close()
         if self.group.rank == 0:
-            state = "ended" if error is None else "failed"
-            text = None if error is None else f"{type(error).__name__}: {error}"
-            self._place.status(state, self.step_count, text)
+            self._place.status(*_final(self.step_count, error, stopped))
         self.group.close()
+
+    def __del__(self) -> None:
+        """Close a Run that was lost: its hooks on the model would take part in the next one's."""
+        # A process forked from this one must not leave the group in its name.
+        if not self._closed and self._pid == os.getpid():
+            log.info("run %s was dropped without close(); closing it now", self.id)
+            try:
+                self.close()
+            except Exception as error:
+                log.error("while closing run %s, which was dropped: %s", self.id, error)
+
+    def _let_go(self) -> None:
+        """Let the model and the optimizer be used by others again."""
+        if self._views is not None:
+            self._views.release()
+        if self._claim is not None:
+            self._claim.release()
 
     def __enter__(self) -> Run:
         """Close at the end of a ``with`` block."""
@@ -395,6 +474,17 @@ class Run:
         return lines
 
 
+def _final(
+    step: int, error: BaseException | None, stopped: Stopped | None
+) -> tuple[str, int, str | None]:
+    """How the run folder says that the run is over."""
+    if error is not None:
+        return "failed", step, f"{type(error).__name__}: {error}"
+    if stopped is not None:
+        return "stopped", step, str(stopped)
+    return "ended", step, None
+
+
 def _give_rank0_values(group: Group, model: nn.Module) -> None:
     """What DDP does too: all ranks start from rank 0's parameters and buffers."""
     if group.world == 1:
@@ -413,6 +503,7 @@ def _give_rank0_values(group: Group, model: nn.Module) -> None:
 def _facts(
     group: Group,
     mode: str,
+    averaging: Averaging,
     places: Resolved[RunSettings],
     sync: Resolved[SyncSettings],
     parent: ForkedFrom | None,
@@ -437,5 +528,10 @@ def _facts(
             "python": platform.python_version(),
         },
         "config": config,
-        "layout": {"update": mode, "launcher": group.launch.launcher},
+        "layout": {
+            "update": mode,
+            "averaging": averaging.averager.name,
+            "averaging_reason": averaging.reason,
+            "launcher": group.launch.launcher,
+        },
     }

@@ -11,12 +11,15 @@ from benchmarks.contenders.costs import (
     DDP_BASELINE,
     OURS_BASELINE,
     baseline_metrics,
+    course_metrics,
     derive,
+    derive_course,
     save_metrics,
 )
 from benchmarks.contenders.equality import differences, error_in, not_installed
 from benchmarks.contenders.files import sync_tree, tree_bytes
 from benchmarks.core import processes
+from tests.benchmarks.sessions import measure
 
 
 def answer(live: dict[str, str], loaded: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -84,6 +87,45 @@ def test_without_a_baseline_there_is_no_overhead() -> None:
     measured = {"dcp": {"blocking": 9.0, "pair": 230.0, "cpu": 1.5}, OURS_BASELINE: {}}
     derive(measured)
     assert measured["dcp"] == {"blocking": 9.0}
+
+
+def run_of(run: float, stop: float, external: float) -> dict:
+    tiers = {"memory": 0.01, "external": external}
+    return {"run": run, "stop": stop, "taken": 3, "tiers": tiers, "written": 2_000_000}
+
+
+def test_a_whole_run_is_held_against_plain_ddp_for_everybody() -> None:
+    ours = [run_of(1.0, 0.4, 0.2), run_of(1.1, 0.5, 0.3)]
+    measured = {
+        "sapwood": course_metrics(ours, steps=10),
+        OURS_BASELINE: course_metrics([{"run": 0.9}, {"run": 0.95}], steps=10),
+        DDP_BASELINE: course_metrics([{"run": 1.0}, {"run": 0.9}], steps=10),
+        "dcp": {},
+    }
+    derive_course(measured)
+    expected = {"run": 110, "total": 160, "stop": 0.5, "taken": 3, "written": 2}
+    expected |= {"stop_memory": 0.01, "stop_external": 0.3, "run_ddp": 10, "total_ddp": 60}
+    assert measured["sapwood"] == pytest.approx(expected)
+    assert measured[OURS_BASELINE]["run_ddp"] == pytest.approx(-5)
+    assert measured["dcp"] == {}
+
+
+SIZES = {"emulated": {"nt3": {"mb_all_ranks": 2, "speed": 20.0}}}
+
+
+def test_all_contenders_take_as_many_checkpoints_in_a_run() -> None:
+    case = {"compute": "emulated", "workload": "nt3", "ranks": 2, "every": 2}
+    options = {"workloads": SIZES, "steps": {"2": 6}}
+    names = ["sapwood partner", "torch.save", DDP_BASELINE]
+    measured, _ = measure("checkpoint_session", "CourseSession", case, names, options)
+    ours, peer, plain = measured.values()
+    assert (ours["taken"], peer["taken"], plain.get("taken")) == (3, 3, None)
+    assert ours["stop_partner"] > 0
+    # Weights and momentum, 2 MB; the last step was due. Ours is in files of two tiers.
+    assert peer["written"] == pytest.approx(6, rel=0.1)
+    assert ours["written"] == pytest.approx(12, rel=0.15)
+    for found in (ours, peer):
+        assert found["total"] > found["run"] > 0
 
 
 def test_files_of_a_checkpoint_are_counted_and_synced(tmp_path) -> None:

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from benchmarks.core import cases, markdown, run
+from benchmarks.core import cases, cli, markdown, run
 from benchmarks.core.judge import Target, judge
 from benchmarks.core.model import Benchmark, Contender, Metric, Plan
+from benchmarks.core.ranks import RankGroup, Spot
 from benchmarks.core.stats import ratio_of_medians, summarise
 
 STEP = Metric(name="step", unit="ms", meaning="a step", ratios=True)
@@ -115,10 +116,53 @@ def test_target_may_name_those_it_compares_with() -> None:
     assert judge(gone, bench(), [samples]).verdict == "not judged"
 
 
+def test_no_ratio_of_negative_numbers() -> None:
+    nothing = ratio_of_medians([-3.0] * 5, [2.0] * 5)
+    assert (nothing.low, nothing.value, nothing.high) == (0, 0, 0)
+    assert math.isnan(ratio_of_medians([3.0] * 5, [-2.0] * 5).value)
+    doubtful = ratio_of_medians([3.0] * 5, [-2.0, 1.0, 1.0, -1.0, 1.0])
+    assert (doubtful.value, doubtful.high) == (3, math.inf)
+
+
+def test_a_disturbed_run_is_not_recorded() -> None:
+    quiet, loud = result(1, mine=[1.0]), result(2, mine=[1.0])
+    loud["others"] = {"foreign": 0.3, "steal": 0.0}
+    warnings = cli.disturbances([quiet, loud])
+    assert warnings == ["ranks=2: other work took 30% of the cores, the hypervisor 0%"]
+    assert cli.why_not_recorded({"warnings": []}, whole=True, asked=False) is None
+    assert cli.why_not_recorded({"warnings": []}, whole=False, asked=True) is None
+    assert "disturbed" in str(cli.why_not_recorded({"warnings": warnings}, whole=True, asked=True))
+    assert "part" in str(cli.why_not_recorded({"warnings": []}, whole=False, asked=False))
+
+
+def test_ranks_know_who_shares_their_machine() -> None:
+    spots = [Spot(address=f"10.0.0.{n}", interface="eth0") for n in (1, 1, 2)]
+    places = [RankGroup.place_of(rank, spots) for rank in range(3)]
+    assert [place["LOCAL_RANK"] for place in places] == ["0", "1", "0"]
+    assert [place["LOCAL_WORLD_SIZE"] for place in places] == ["2", "2", "1"]
+    assert RankGroup.environment(spots, "m")["MASTER_ADDR"] == "10.0.0.1"
+
+
 def test_no_ratio_to_a_peer_that_noise_made_negative() -> None:
     target = Target(text="x", metric="step", at="most", bound=0.5)
     verdict = judge(target, bench(), [result(1, mine=[3.0] * 5, fast=[-1.0] * 5)])
     assert verdict.verdict == "not judged"
+
+
+def test_target_in_doubt_holds_until_the_interval_says_otherwise() -> None:
+    noisy = result(1, mine=[9.0, 10.0, 11.0, 12.0, 13.0], fast=[10.0] * 5)
+    worse = result(1, mine=[11.0, 12.0, 11.0, 12.0, 13.0], fast=[10.0] * 5)
+    strict = Target(text="x", metric="step", at="most", bound=1)
+    lenient = Target(text="x", metric="step", at="most", bound=1, doubt=True)
+    assert judge(strict, bench(), [noisy]).verdict == "missed"
+    assert judge(lenient, bench(), [noisy]).verdict == "met"
+    assert judge(lenient, bench(), [worse]).verdict == "missed"
+
+
+def test_target_may_be_about_another_of_ours() -> None:
+    samples = result(1, mine=[9.0] * 5, variant=[8.0] * 5, fast=[10.0] * 5)
+    target = Target(text="x", metric="step", at="most", bound=1, contender="variant")
+    assert judge(target, bench(), [samples]).figures == {"ranks=1": 0.8}
 
 
 def test_target_without_figures_is_not_judged() -> None:

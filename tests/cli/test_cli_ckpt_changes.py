@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 import sapwood
 from sapwood.cli.words import seconds
 from sapwood.errors import ConfigError
+from sapwood.testing import ranks
 from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.packed import PackedTier
@@ -304,3 +306,56 @@ def test_a_training_can_be_inspected_exported_and_pruned(trained, capsys):
 
     told(capsys, "prune", "--best", "loss", "--lower", "--yes")
     assert steps(capsys) == [2, 3]
+
+
+class Tied(torch.nn.Module):
+    """A head that is the embedding, one layer under two names, and a buffer two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = torch.nn.Embedding(7, 4)
+        self.block = torch.nn.Linear(4, 4)
+        self.again = self.block
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.other = torch.nn.BatchNorm1d(4)
+        self.other.running_mean = self.norm.running_mean
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.lm_head = torch.nn.Linear(4, 7, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.again(torch.relu(self.block(self.wte(x))))
+        return self.lm_head(self.other(self.norm(x)) * self.mask)
+
+
+def train_tied() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    with sapwood.Run(model, torch.optim.Adam(model.parameters(), lr=0.1)) as run:
+        with sapwood.Checkpointer(run, "ckpts", engine="sync", every=2):
+            for _ in range(2):
+                run.model(torch.arange(7)).square().sum().backward()
+                run.step()
+        torch.save(model.state_dict(), f"expected-{run.rank}.pt")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tied_weights_are_exported_under_all_their_names(world: int, capsys) -> None:
+    ranks.spawn(train_tied, world, timeout=100)
+    expected = torch.load("expected-0.pt", weights_only=True)
+    told(capsys, "export", "latest", "model.pt")
+    told(capsys, "export", "latest", "model.safetensors")
+    told(capsys, "export", "latest", "all.pt", "--optimizer")
+    for found in (
+        torch.load("model.pt", weights_only=True),
+        load_file("model.safetensors"),
+        torch.load("all.pt", weights_only=True)["model"],
+    ):
+        assert same(found, expected)
+        model = Tied()
+        model.load_state_dict(found, strict=True)
+        assert same(model.state_dict(), expected)
+    both = torch.load("model.pt", weights_only=True)
+    assert both["lm_head.weight"].data_ptr() == both["wte.weight"].data_ptr()
+    told(capsys, "export", "latest", "head.safetensors", "--tensors", "lm_head.*")
+    assert list(load_file("head.safetensors")) == ["lm_head.weight"]

@@ -55,6 +55,19 @@ def test_the_folder_holds_what_was_told(tmp_path: Path) -> None:
     assert sorted(one.name for one in folder.path.iterdir()) == ["run.toml", "trace"]
 
 
+def test_a_run_that_was_stopped_goes_on_under_its_id(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path, "a")
+    first.create({"world": 1})
+    first.status("stopped", 7, "stopped after step 7 (saved): SIGTERM to rank 0")
+    again = RunFolder(tmp_path, "a")
+    again.create({"world": 2})
+    assert read(again)["world"] == 2
+    for state in ("running", "failed", "ended"):
+        again.status(state, 8)
+        with pytest.raises(RunFolderError, match="already holds a run"):
+            RunFolder(tmp_path, "a").create({"world": 1})
+
+
 def test_a_run_that_exists_is_refused_and_kept(tmp_path: Path) -> None:
     RunFolder(tmp_path, "a").create({"world": 1})
     with pytest.raises(RunFolderError, match="already holds a run; choose another id"):

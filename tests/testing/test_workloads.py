@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from sapwood.testing import ranks, workloads
 
 SMALL: dict[str, dict[str, Any]] = {
     "densenet121": {"width": 0.125, "image": 32, "classes": 4, "batch_size": 8},
+    "emulated": {"preset": "uniform", "scale": 0.01, "speed": math.inf},
     "mlp": {"layers": 4},
     "nt3": {"mb": 0.5, "filters": 8},
     "resnet152": {"width": 0.0625, "image": 32, "classes": 4, "batch_size": 8},

@@ -6,6 +6,7 @@ the bytes when the one that wrote them is gone.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from contextlib import suppress
@@ -19,12 +20,18 @@ __all__ = ["Arena"]
 class Arena:
     """Shared memory of a fixed size, mapped and touched, so that writing to it never faults."""
 
-    def __init__(self, nbytes: int, *, label: str = "staging") -> None:
-        """Make new memory; ``label`` shows in /proc/self/maps."""
-        fd = os.memfd_create(f"sapwood-{label}", os.MFD_CLOEXEC)
+    def __init__(self, nbytes: int, *, label: str = "staging", touch: bool = True) -> None:
+        """Make new memory; ``label`` shows in /proc/self/maps.
+
+        ``touch=False`` leaves pages to whoever writes them first, and so to that one's NUMA node.
+        """
+        fd = os.memfd_create(f"sapwood-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch else 0)
         try:
             os.ftruncate(fd, max(nbytes, 1))
-            self._map = mmap.mmap(fd, max(nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            # Whoever shrank it would kill every other process that reads past the new end.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._map = mmap.mmap(fd, max(nbytes, 1), flags=flags)
         except BaseException:
             os.close(fd)
             raise

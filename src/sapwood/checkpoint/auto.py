@@ -118,13 +118,20 @@ class Pace:
         if self._settings.mode != "auto":
             return 1
         steps = self.choice.interval(self._clock.usual, self._settings.overhead)
-        asked = self._settings.every or 1
-        if steps > asked and self._speaks:
+        if steps > self._asked() and self._speaks:
             self._speaks = False
+            every = self._settings.every
             log.warning(
-                "checkpoints every %d steps would cost more than %g %% of the time and are taken "
+                "checkpoints every %s would cost more than %g %% of the time and are taken "
                 "less often; raise overhead=, or insist with mode='lazy'",
-                asked,
+                every if isinstance(every, str) else f"{every or 1} steps",
                 self._settings.overhead * 100,
             )
         return steps
+
+    def _asked(self) -> float:
+        """Steps between checkpoints as the user wants them."""
+        seconds, usual = self._settings.seconds, self._clock.usual
+        if seconds is not None:
+            return seconds / usual if usual else math.inf
+        return self._settings.steps or 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from sapwood.checkpoint.retention import Policy, last
 from sapwood.checkpoint.saver import Saver
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.errors import CheckpointError, ConfigError
+from sapwood.events import RunStopping
 from sapwood.runtime.ending import AtExit
 from sapwood.runtime.handle import RunHandle, run_state
 from sapwood.runtime.settings import UNSET, resolve
@@ -54,7 +56,8 @@ class Checkpointer:
         on_captured: called with the report when this rank's bytes are taken.
         on_durable: called on rank 0 with report and tier when all shards are safe in a tier.
         retention: which checkpoints to keep, in place of ``keep``; see ``checkpoint.retention``.
-        settings: any field of ``CheckpointSettings``: every, mode, overhead, engine, keep, ...
+        every: take a checkpoint every so many steps, or by time, such as "10min".
+        settings: any field of ``CheckpointSettings``: mode, overhead, engine, keep, ...
             Each can also come from ``SAPWOOD_<NAME>`` or ``[checkpoint]`` in sapwood.toml.
 
     Attributes:
@@ -73,7 +76,7 @@ class Checkpointer:
         on_captured: Callable[[SaveReport], None] | None = None,
         on_durable: OnDurable | None = None,
         retention: Policy | None = None,
-        every: int | None = UNSET,
+        every: int | str | None = UNSET,
         mode: str = UNSET,
         **settings: Any,
     ) -> None:
@@ -111,6 +114,8 @@ class Checkpointer:
             stats=self.stats,
             on_captured=on_captured,
         )
+        self._deadline: float | None = None
+        self._stopping = run.events.subscribe(RunStopping, self._run_stops, name="checkpoint")
         # After the run's own, and so before it: whoever forgets to close loses nothing.
         self._at_exit = AtExit(self.close)
         self._saver.start()
@@ -232,13 +237,47 @@ class Checkpointer:
             return
         self._closed = True
         self._at_exit.forget()
-        self._saver.close()
-        self._engine.drain(self.settings.drain_timeout)
+        self._stopping.cancel()
+        self._saver.close(self._patience())
+        self._engine.drain(self._patience())
         # What other nodes still bring here needs this node's engine.
-        self._outcomes.close(meet=bool(self._nodes.addresses))
-        self._engine.close(self.settings.drain_timeout)
+        self._outcomes.close(meet=bool(self._nodes.addresses), timeout=self._patience())
+        self._engine.close(self._patience())
         self._pool.close()
         self._saver.say_failure()
+
+    def _run_stops(self, event: RunStopping) -> None:
+        """The run ends with this step: save it, and wait until it is durable or time is up.
+
+        Raises:
+            CheckpointError: it is not durable anywhere but in memory.
+        """
+        self._deadline = event.deadline
+        report = self._saver.save(event.step, timeout=self._patience())
+        done = self._engine.drain(self._patience())
+        lasting = [tier for tier in report.durable if tier != "memory"]
+        if not done or report.failed:
+            late = [s.kind for s in self.specs if s.kind not in report.durable]
+            log.warning(
+                "the run stops before step %d is durable in %s: %s; raise stop_timeout= if there "
+                "is time for it",
+                event.step,
+                ", ".join(late) or "all tiers",
+                "; ".join(report.failed.values())
+                or "the time to wait is over, and the engine "
+                "goes on with it alone as long as it is let",
+            )
+        if not lasting:
+            raise CheckpointError(
+                f"step {event.step} was not durable in time; if it does not become so, a restart "
+                "goes on from the checkpoint before it"
+            )
+
+    def _patience(self) -> float:
+        """Seconds to wait for what is under way; less once the run stops."""
+        if self._deadline is None:
+            return self.settings.drain_timeout
+        return min(self.settings.drain_timeout, max(0.0, self._deadline - time.monotonic()))
 
     def __enter__(self) -> Checkpointer:
         """Close at the end of a ``with`` block."""

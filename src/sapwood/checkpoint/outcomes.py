@@ -72,8 +72,8 @@ class Outcomes:
         if pruner is not None:
             pruner.whole(id, report.created, report.metrics)
 
-    def close(self, *, meet: bool) -> None:
+    def close(self, *, meet: bool, timeout: float) -> None:
         """Wait a little for what is still counted; ``meet``: and for all ranks to come here."""
-        self._commit.close(_PATIENCE)
+        self._commit.close(min(_PATIENCE, timeout))
         if meet:
-            self._commit.meet(_PATIENCE)
+            self._commit.meet(min(_PATIENCE, timeout))

@@ -37,13 +37,18 @@ class Restored:
     """What a run was brought back to."""
 
     id: CheckpointId
-    """Its ``step`` is the step the run goes on from."""
+    """The checkpoint that was read."""
     world: int
     """The number of ranks that saved it."""
     tiers: tuple[str, ...]
     """Where the shards came from."""
     skipped: tuple[str, ...]
     """What was passed over on the way here, and why."""
+
+    @property
+    def step(self) -> int:
+        """The steps that had ended; the next one is ``step + 1``, as ``run.step_count`` says."""
+        return self.id.step
 
 
 @dataclass(frozen=True, kw_only=True)

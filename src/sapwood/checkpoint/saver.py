@@ -15,6 +15,7 @@ from sapwood.checkpoint.pool import StagingPool
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings
+from sapwood.checkpoint.timed import TimedSchedule
 from sapwood.errors import CheckpointError
 from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime.handle import RunHandle
@@ -52,9 +53,7 @@ class Saver:
         self._attempt, self._specs = attempt, specs
         self._extras, self._metrics = extras, metrics
         self._stats, self._on_captured = stats, on_captured
-        stretches = settings.mode == "auto"
-        key = f"ckpt/{attempt}/due"
-        self._schedule = Schedule(run.group, settings.every, key, stretches=stretches)
+        self._schedule = _make_schedule(run, settings, f"ckpt/{attempt}/due")
         self._agreement = Agreement(run.group, attempt)
         self.pace = Pace(settings, speaks=run.group.rank == 0)
         self._worker = Worker("sapwood-capture")
@@ -77,22 +76,26 @@ class Saver:
         self._schedule.start(self._run.step_count)
         self._arm(self._run.step_count + 1)
 
-    def save(self, step: int) -> SaveReport:
+    def save(self, step: int, timeout: float | None = None) -> SaveReport:
         """Capture the step that has just ended; if it was due, that was done already.
+
+        Waits at most ``timeout`` seconds for staging memory, by default ``drain_timeout``.
 
         Raises:
             CheckpointError: no staging memory became free in time, or copying failed.
         """
+        seconds = self._settings.drain_timeout if timeout is None else timeout
         if step != self._latest:
             self._disarm()
-            capture = self._begin_within(step, self._settings.drain_timeout)
+            capture = self._begin_within(step, seconds)
             if capture is None:
                 raise CheckpointError(
-                    f"earlier checkpoints were not written in {self._settings.drain_timeout:g} s"
+                    f"step {step} is not saved: earlier checkpoints were not written in "
+                    f"{seconds:.3g} s; see the tiers' warnings, or save less often"
                 )
             self._end(capture, step)
             self._arm(step + 1)
-        self._worker.drain(self._settings.drain_timeout)
+        self._worker.drain(seconds)
         self._raise_failure()
         report = self._stats.of(CheckpointId(step, self._attempt))
         if report is None:
@@ -108,14 +111,14 @@ class Saver:
         """Wait until what was begun is captured."""
         self._worker.drain(timeout)
 
-    def close(self) -> None:
+    def close(self, timeout: float) -> None:
         """Finish what is under way; nothing is captured from now on."""
         for subscription in self._subscriptions:
             subscription.cancel()
         if self._capture is not None:
             self._capture.abandon()
         self._schedule.close()
-        self._worker.close(self._settings.drain_timeout)
+        self._worker.close(timeout)
 
     def say_failure(self) -> None:
         """At the end there is no next step to raise it in."""
@@ -141,6 +144,7 @@ class Saver:
             self._finish(capture, event.step)
         elif self._schedule.due == event.step:
             self._save_late(event.step)
+        self._schedule.step_ended(event.step)
         self._arm(event.step + 1)
         self._worker.check()
         self._raise_failure()
@@ -225,7 +229,10 @@ class Saver:
         try:
             capture.metrics = dict(self._metrics)
             groups = self._run.optimizer.param_groups
-            capture.extras = self._extras.take(step, groups, self._pool.contents.plain)
+            contents = self._pool.contents
+            taken, tied = self._extras.take(step, groups, contents.plain), dict(contents.tied)
+            # Beside the catalog, whose rows other versions read too, and only where there are some.
+            capture.extras = (lambda: {**taken(), "tied": tied}) if tied else taken
         except Exception:
             self._abandon(capture)
             raise
@@ -289,3 +296,11 @@ class Saver:
             extras=extras,
             tiers=tuple(s.kind for s in self._specs if self._saved % s.every == 0),
         )
+
+
+def _make_schedule(
+    run: RunHandle, settings: CheckpointSettings, key: str
+) -> Schedule | TimedSchedule:
+    if settings.seconds is not None:
+        return TimedSchedule(run.group, settings.seconds, key)
+    return Schedule(run.group, settings.steps, key, stretches=settings.mode == "auto")

@@ -42,6 +42,9 @@ class Schedule:
         self._following = self.due + self.every
         self._before = None
 
+    def step_ended(self, step: int) -> None:
+        """Known ahead: nothing to find out."""
+
     def saved(self, step: int, *, at_least: int = 1) -> None:
         """``step`` was due and has ended; checkpoints cost so much that ``at_least`` so many steps
         should lie between them. What rank 0 says counts.

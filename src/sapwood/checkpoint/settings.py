@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from sapwood.errors import ConfigError
+from sapwood.runtime.durations import parse_seconds
 from sapwood.tiers.spec import TierSpec
 
 __all__ = ["CheckpointSettings", "tier_specs"]
@@ -18,8 +19,9 @@ __all__ = ["CheckpointSettings", "tier_specs"]
 class CheckpointSettings:
     """When a checkpoint is taken, how its bytes are captured, and where they go."""
 
-    every: int | None = None
-    """Take a checkpoint every n steps; None: only when ``save`` is called."""
+    every: int | str | None = None
+    """Take a checkpoint every n steps, or by time, such as "10min"; None: only when ``save`` is
+    called."""
     mode: Literal["auto", "lazy", "backward", "sharded", "single"] = "auto"
     """How bytes are captured; ``auto`` measures and picks."""
     overhead: float = 0.02
@@ -35,11 +37,27 @@ class CheckpointSettings:
     drain_timeout: float = 600.0
     """Seconds ``close`` waits for checkpoints that are under way."""
 
+    @property
+    def steps(self) -> int | None:
+        """The steps between checkpoints, where they are counted in steps."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds between checkpoints, where they are taken by time."""
+        return parse_seconds(self.every, "every") if isinstance(self.every, str) else None
+
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        for name in ("every", "keep"):
+        if isinstance(self.every, str) and (self.every.strip().isdigit() or not self.seconds):
+            raise ConfigError(
+                f"every is {self.every!r}, expected a number of steps such as 50, or a time with a "
+                'unit such as "90s" or "10min"'
+            )
+        for name in ("steps", "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
+                name = "every" if name == "steps" else name
                 raise ConfigError(f"{name} is {value}, expected at least 1, or none")
         if not 0 < self.overhead < 1:
             raise ConfigError(f"overhead is {self.overhead}, expected a share such as 0.02")

@@ -24,9 +24,9 @@ class RunInfo:
     id: str
     folder: Path
     state: str
-    """running, ended, failed, died (its process is gone), or damaged."""
+    """running, ended, stopped (when asked to), failed, died (its process is gone), or damaged."""
     detail: str | None = None
-    """The error of a failed run, or what is wrong with a damaged folder."""
+    """The error of a failed run, who stopped one, or what is wrong with a damaged folder."""
     ranks: int | None = None
     step: int | None = None
     created: datetime | None = None
@@ -102,17 +102,17 @@ def as_tree(runs: Sequence[RunInfo]) -> list[tuple[int, RunInfo]]:
 def _interpret(folder: Path, facts: dict[str, Any], status: dict[str, Any]) -> RunInfo:
     host: dict[str, Any] = facts.get("host", {})
     state = str(status["state"])
-    if state not in ("running", "ended", "failed"):
+    if state not in ("running", "ended", "stopped", "failed"):
         raise ValueError(f"status.json says state {state!r}")
     if state == "running" and _is_gone(host):
         state = "died"
-    error = status.get("error")
+    detail = status.get("error", status.get("detail"))
     parent_step = facts.get("parent_step")
     return RunInfo(
         id=str(facts["id"]),
         folder=folder,
         state=state,
-        detail=None if error is None else str(error),
+        detail=None if detail is None else str(detail),
         ranks=int(facts["world"]),
         step=int(status["step"]),
         created=_time(facts["created"]),

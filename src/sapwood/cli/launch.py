@@ -8,15 +8,20 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from sapwood.cli import process
+from sapwood.cli.limit import Limit
 from sapwood.cli.rank import LAUNCHER, TRACEBACK
 from sapwood.cli.script import Script
+from sapwood.runtime.notes import NOTES, read_notes
+from sapwood.runtime.stopped import EXIT_CODE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -26,7 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "launch"]
 
 _LEFTOVER_GRACE = 2.0
-_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ASKS = (signal.SIGTERM, signal.SIGUSR1)
+"""A run saves before it ends by these."""
+_STOP = (*_ASKS, signal.SIGINT, signal.SIGHUP)
+# torch kills ranks after a time that is fixed when they start; ours depends on what they say.
+_TORCH_NEVER = 10**6
+_SAME = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,29 +50,40 @@ class Plan:
     """Put ``[rank]`` before each line the ranks write."""
     logs: Path | None = None
     """Keep what each rank writes in files below this folder."""
-    grace: int = 10
-    """Seconds between asking the ranks to end and killing them."""
+    grace: int | None = None
+    """Seconds between asking the ranks to end and killing them; None: as long as they need."""
 
 
 def launch(plan: Plan) -> int:
     """Run the ranks to their end and return the exit code of the first that failed, or 0."""
     plan.script.check()
     process.adopt_orphans()
-    before = {number: signal.signal(number, _leave) for number in _STOP}
     folder = Path(tempfile.mkdtemp(prefix="sapwood-run-", dir=_made(plan.logs)))
+    os.environ[NOTES] = str(folder / "notes")
+    limit = Limit(folder / "notes", plan.grace)
+    leave = _Leaving(limit)
+    before = {number: signal.signal(number, leave) for number in _STOP}
     keep = plan.logs is not None
     try:
-        failures = _run_ranks(plan, folder)
+        failures = _run_ranks(plan, folder, leave)
+        # torch ends the others when the first leaves, some of them just before they would.
+        codes = {failure.exitcode for failure in failures.values()} - {-signal.SIGTERM}
+        if codes == {EXIT_CODE} and (stopped := _how_stopped(folder / "notes")):
+            return _say(stopped)
         # The message names a traceback in the folder, so that one stays.
         keep = keep or bool(failures)
         return _report(failures) if failures else 0
     except _StopError as ended:
+        if stopped := _how_stopped(folder / "notes"):
+            return _say(stopped)
         print(f"sapwood: {ended}; the ranks are ended too", file=sys.stderr)
         return ended.code
     finally:
         # What follows is bounded in time; a second signal must not leave ranks behind.
         for number in _STOP:
             signal.signal(number, signal.SIG_IGN)
+        limit.close()
+        del os.environ[NOTES]
         process.end_descendants(_LEFTOVER_GRACE)
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -78,9 +99,22 @@ class _StopError(Exception):
         self.code = 128 + number
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    # torch installs its own handler once ranks run; until then this one lets `finally` work.
-    raise _StopError(number)
+class _Leaving:
+    """The signal handler of the launcher: it has the ranks end, and sees that they do."""
+
+    def __init__(self, limit: Limit) -> None:
+        self._limit = limit
+        self._first: dict[int, float] = {}
+        self.error: Callable[[int], Exception] = _StopError
+        """What to raise; torch's own exception once its launcher runs."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        # A batch system and a parent that passes signals on may both say the same.
+        if 0.0 < now - self._first.setdefault(number, now) < _SAME:
+            return
+        self._limit.begin(patient=number in _ASKS)
+        raise self.error(number)
 
 
 def _made(folder: Path | None) -> Path | None:
@@ -89,7 +123,7 @@ def _made(folder: Path | None) -> Path | None:
     return folder
 
 
-def _run_ranks(plan: Plan, folder: Path) -> dict[int, ProcessFailure]:
+def _run_ranks(plan: Plan, folder: Path, leave: _Leaving) -> dict[int, ProcessFailure]:
     """Wait for the ranks; what is returned are the failures that ended them."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -101,12 +135,16 @@ def _run_ranks(plan: Plan, folder: Path) -> dict[int, ProcessFailure]:
     # Lines of the ranks pass through our standard output and must not wait in its buffer.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     command = ("-m", "sapwood.cli.rank", *plan.script.tokens())
+    # torch passes the signal on to the ranks, waits for them, and restarts none.
+    leave.error = lambda number: SignalException("ended", sigval=signal.Signals(number))
     try:
         elastic_launch(_config(plan, folder), sys.executable)(*command)
     except ChildFailedError as error:
         return dict(error.failures)
     except SignalException as error:
         raise _StopError(error.sigval) from None
+    finally:
+        leave.error = _StopError
     return {}
 
 
@@ -125,7 +163,9 @@ def _config(plan: Plan, folder: Path) -> LaunchConfig:
         monitor_interval=0.1,
         log_line_prefix_template="[${rank}] " if plan.prefix else None,
         logs_specs=_logs(plan, folder),
-        shutdown_timeout=plan.grace,
+        shutdown_timeout=_TORCH_NEVER,
+        # The others keep the handlers they have, which are ours.
+        signals_to_handle="SIGQUIT",
     )
 
 
@@ -148,6 +188,20 @@ def _share_cores(ranks: int) -> None:
     """Without this every rank would start a thread per core, and they would fight."""
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+
+
+def _how_stopped(notes: Path) -> str:
+    """What the ranks say of a stop they were asked for; nothing if there was none."""
+    found = [note for note in read_notes(notes) if "stopped" in note]
+    if not found:
+        return ""
+    saved = "saved" if all(note["saved"] for note in found) else "not saved"
+    return f"stopped after step {found[0]['stopped']} ({saved}): {found[0]['reason']}"
+
+
+def _say(stopped: str) -> int:
+    print(f"sapwood: {stopped}; start it again to go on", file=sys.stderr)
+    return EXIT_CODE
 
 
 def _report(failures: dict[int, ProcessFailure]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["adopt_orphans", "descendants", "die_with_parent", "end_descendants"]
+__all__ = ["adopt_orphans", "descendants", "die_with_parent", "end_descendants", "kill_descendants"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -47,6 +47,11 @@ def end_descendants(grace: float) -> None:
     while (left := _ours()) and time.monotonic() < deadline:
         _signal_all(left, signal.SIGKILL)
         _reap_until(time.monotonic() + 0.2)
+
+
+def kill_descendants() -> None:
+    """Kill every process below this one, but for checkpoint engines; reaping is left to others."""
+    _signal_all(_ours(), signal.SIGKILL)
 
 
 def descendants(root: int) -> set[int]:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from sapwood.cli.process import die_with_parent
 from sapwood.cli.script import Script
+from sapwood.runtime.notes import LaunchNote
+from sapwood.runtime.stopped import Stopped
 
 __all__ = ["LAUNCHER", "TRACEBACK", "main"]
 
@@ -26,12 +28,14 @@ TRACEBACK = "traceback.txt"
 def main() -> None:
     """Run the script of the command line as one rank."""
     die_with_parent(int(os.environ.pop(LAUNCHER)))
+    # What an earlier attempt noted holds no more.
+    LaunchNote(int(os.environ["RANK"])).write()
     Script.parse(sys.argv[1:]).run(on_failure=_leave_report)
 
 
 def _leave_report(error: BaseException) -> None:
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not place:
+    if not place or isinstance(error, Stopped):
         return
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}"

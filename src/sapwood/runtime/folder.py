@@ -57,7 +57,7 @@ class RunFolder:
         self._next_status = 0.0
 
     def create(self, facts: Mapping[str, Any]) -> None:
-        """Make the folder and write run.toml.
+        """Make the folder and write run.toml; a run that was stopped goes on in its own.
 
         Raises:
             RunFolderError: the id is taken, or the folder cannot be made.
@@ -65,9 +65,11 @@ class RunFolder:
         try:
             (self.path / "trace").mkdir(parents=True, exist_ok=True)
             if (self.path / "run.toml").exists():
-                raise RunFolderError(
-                    f"{self.path} already holds a run; choose another id, or leave id= away"
-                )
+                if not self._stopped():
+                    raise RunFolderError(
+                        f"{self.path} already holds a run; choose another id, or leave id= away"
+                    )
+                log.info("the run %s was stopped and goes on", self.id)
             replace_text(self.path / "run.toml", to_toml({"id": self.id, **facts}))
         except OSError as error:
             raise RunFolderError(
@@ -75,8 +77,10 @@ class RunFolder:
                 "folder= a place you may write to, or set SAPWOOD_FOLDER"
             ) from error
 
-    def status(self, state: str, step: int, error: str | None = None, *, now: bool = True) -> None:
+    def status(self, state: str, step: int, detail: str | None = None, *, now: bool = True) -> None:
         """Write status.json; with ``now=False`` at most once a second.
+
+        ``detail`` is the error of a failed run, or why one stopped.
 
         A full disk is logged and not raised: a training does not end because it cannot say so.
         """
@@ -85,12 +89,19 @@ class RunFolder:
             return
         self._next_status = clock + _STATUS_EVERY
         entry: dict[str, Any] = {"state": state, "step": step, "time": time.time()}
-        if error is not None:
-            entry["error"] = error
+        if detail is not None:
+            entry["detail" if state == "stopped" else "error"] = detail
         try:
             replace_text(self.path / "status.json", json.dumps(entry))
         except OSError as problem:
             log.warning("cannot write %s: %s", self.path / "status.json", problem.strerror)
+
+    def _stopped(self) -> bool:
+        """Whether the run in this folder was asked to stop: a restart with its id is meant."""
+        try:
+            return bool(json.loads((self.path / "status.json").read_text())["state"] == "stopped")
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
 
     def trace_file(self, rank: int) -> Path:
         """Where a rank's trace goes."""

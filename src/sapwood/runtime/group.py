@@ -86,6 +86,7 @@ class Group:
         self.board = FailureBoard(self.store, launch.rank)
         self.process_group: dist.ProcessGroup | None = None
         self._owns_world = False
+        self._subgroups: list[dist.ProcessGroup] = []
         self._links = Links()
         self._verdict: PeerFailed | None = None
         self._rounds = 0
@@ -122,14 +123,31 @@ class Group:
         group.board.watch_uncaught()
         return group
 
+    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A communicator of some ranks; all ranks must ask for it, in the same order."""
+        try:
+            made: dist.ProcessGroup = self._links.during(
+                lambda: dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
+            )
+        except RuntimeError as error:
+            raise self.explain(f"connecting ranks {list(ranks)}", error) from error
+        if self.rank not in ranks:
+            return None
+        self._subgroups.append(made)
+        return made
+
     def all_reduce(
-        self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+        self,
+        tensor: Tensor,
+        what: str,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
     ) -> Pending:
-        """Reduce ``tensor`` in place over the group, in the background."""
+        """Reduce ``tensor`` in place, in the background, over all ranks or a ``subgroup``."""
         if self.process_group is None:
             return Pending(self, None, what)
         try:
-            work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
+            work = dist.all_reduce(tensor, op=op, group=group or self.process_group, async_op=True)
         except RuntimeError as error:
             raise self.explain(what, error) from error
         return Pending(self, work, what)
@@ -310,6 +328,10 @@ class Group:
         if self._verdict is not None or self.board.posted:
             self._links.cut()
         self.store.close()
+        if dist.is_initialized() and not self._owns_world:
+            for made in self._subgroups:
+                dist.destroy_process_group(made)
+        self._subgroups = []
         if dist.is_initialized() and (self._owns_world or self.process_group is not None):
             dist.destroy_process_group(None if self._owns_world else self.process_group)
         self.process_group = None

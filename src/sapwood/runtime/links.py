@@ -29,7 +29,7 @@ class Links:
         """Call ``make`` and remember the connections this process gained meanwhile."""
         before = _sockets()
         made = make()
-        self._inodes = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
+        self._inodes |= {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
         return made
 
     def cut(self) -> None:

@@ -48,6 +48,10 @@ class Worker:
             self._open_jobs += 1
             self._jobs.put(job)
 
+    def is_current(self) -> bool:
+        """Whether the caller runs on this worker's thread."""
+        return threading.current_thread() is self._thread
+
     def check(self) -> None:
         """Raise what a job raised, if one did."""
         if self._error is not None:

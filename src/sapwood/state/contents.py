@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog, Entry
-from sapwood.state.tensors import named_buffers, named_parameters, optimizer_tensors, unwrap
+from sapwood.state.tensors import (
+    named_buffers,
+    named_parameters,
+    optimizer_tensors,
+    other_names,
+    unwrap,
+)
 
 __all__ = ["Contents", "byte_view", "collect", "to_torch_dtype"]
 
@@ -49,6 +55,8 @@ class Contents:
     """The keys that change when a parameter is updated: its own and its optimizer state's."""
     plain: Mapping[str, Mapping[str, Any]]
     """Optimizer state that is not tensors, by parameter."""
+    tied: Mapping[str, str]
+    """Further names of the model's tensors, which a state dict has too, and the name used here."""
     _watch: _Watch
 
     def current(self) -> bool:
@@ -83,7 +91,8 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer, holders: Holders
     for name, buffer in _kept_buffers(model).items():
         add("model", name, name, buffer)
     watch = _Watch(model, optimizer, list(tensors.values()))
-    return Contents(Catalog(tuple(entries)), tensors, by_parameter, plain, watch)
+    tied = {n: known for n, known in other_names(model).items() if ("model", known) in tensors}
+    return Contents(Catalog(tuple(entries)), tensors, by_parameter, plain, tied, watch)
 
 
 def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:

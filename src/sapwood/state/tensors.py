@@ -15,6 +15,7 @@ __all__ = [
     "named_buffers",
     "named_parameters",
     "optimizer_tensors",
+    "other_names",
     "unwrap",
 ]
 
@@ -53,6 +54,18 @@ def named_buffers(model: nn.Module, *, training_only: bool = False) -> dict[str,
     # By identity: a buffer that two modules share keeps the one name it has.
     training = {id(b) for m in inner.modules() if m.training for b in m.buffers(recurse=False)}
     return {name: b for name, b in found.items() if id(b) in training}
+
+
+def other_names(model: nn.Module) -> dict[str, str]:
+    """The further names of tied tensors, each with the one name the tensor has elsewhere here."""
+    inner = unwrap(model)
+    first = {id(t): n for n, t in (*named_parameters(inner).items(), *named_buffers(inner).items())}
+    named = (
+        *inner.named_parameters(remove_duplicate=False),
+        *inner.named_buffers(remove_duplicate=False),
+    )
+    found = {clean_name(name): first[id(tensor)] for name, tensor in named}
+    return {name: known for name, known in found.items() if name != known}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

@@ -1,11 +1,15 @@
 """Averaging gradients and updating weights layer by layer, with an event for each update."""
 
+from sapwood.sync.averaging import Averaging, choose_averager
 from sapwood.sync.base import Context, StepOutcome, Synchroniser, SyncSettings, SyncStats
 from sapwood.sync.engines import make_engine
 from sapwood.sync.members import Members, check_model
 from sapwood.sync.optim import Views, choose_mode
+from sapwood.sync.supported import Claim, check_kinds, check_schedulers, without_zero_clip
 
 __all__ = [
+    "Averaging",
+    "Claim",
     "Context",
     "Members",
     "StepOutcome",
@@ -13,7 +17,11 @@ __all__ = [
     "SyncStats",
     "Synchroniser",
     "Views",
+    "check_kinds",
     "check_model",
+    "check_schedulers",
+    "choose_averager",
     "choose_mode",
     "make_engine",
+    "without_zero_clip",
 ]

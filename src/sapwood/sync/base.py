@@ -13,6 +13,7 @@ from torch import nn
 from sapwood.errors import ConfigError
 from sapwood.events import EventBus
 from sapwood.runtime.group import Group
+from sapwood.sync.averaging import Averaging
 from sapwood.sync.optim import UpdateMode, Views
 from sapwood.trace import Tracer
 
@@ -30,6 +31,9 @@ class SyncSettings:
     """``layerwise``: Sapwood's reducer. ``ddp``: DistributedDataParallel with a hook."""
     update: Literal["auto", "layerwise", "deferred"] = "auto"
     """``auto``: during backward where possible, after it where all gradients are needed."""
+    averaging: Literal["auto", "direct", "node"] = "auto"
+    """``node``: ranks of one machine sum in its memory, and one contribution per machine travels.
+    ``direct``: an all-reduce over all ranks. ``auto``: node on CPUs where ranks share a machine."""
     clip_grad_norm: float | None = None
     """Clip gradients to this global norm (makes updates deferred)."""
     fused: bool | None = None
@@ -52,6 +56,7 @@ class SyncSettings:
         """Refuse values that cannot work."""
         _one_of("engine", self.engine, ("layerwise", "ddp"))
         _one_of("update", self.update, ("auto", "layerwise", "deferred"))
+        _one_of("averaging", self.averaging, ("auto", "direct", "node"))
         for name in ("first_bucket_mb", "bucket_mb", "clip_grad_norm", "timeout", "fence_timeout"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -101,6 +106,7 @@ class Context:
     mode: UpdateMode
     scaler: GradScaler | None
     group: Group
+    averaging: Averaging
     events: EventBus
     trace: Tracer
     settings: SyncSettings

@@ -6,12 +6,14 @@ Each rank writes 1 or 0 into the flags; after the sum, a flag of 0 means no rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from sapwood.errors import UsageError
+from sapwood.sync.averaging import BucketMemory
+from sapwood.sync.gradients import changed_behind, forget, present_as
 from sapwood.sync.optim import OptimizerView
 from sapwood.sync.updates import Ready
 
@@ -21,7 +23,7 @@ __all__ = ["Bucket", "Slot"]
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("bucket", "filled", "index", "name", "parameter", "view")
+    __slots__ = ("bucket", "filled", "given", "gradient", "index", "name", "parameter")
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter, bucket: Bucket) -> None:
         """``index`` is the parameter's place in registration order."""
@@ -29,7 +31,10 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.bucket = bucket
-        self.view: Tensor | None = None
+        self.given: Tensor | None = None
+        """The place of this rank's gradient in the contribution."""
+        self.gradient: Tensor | None = None
+        """What ``p.grad`` is once the bucket was launched: the place of the average."""
         self.filled = False
 
 
@@ -42,22 +47,23 @@ class Bucket:
         members: Sequence[tuple[int, str, nn.Parameter]],
         *,
         world: int,
-        device: torch.device,
         status_flags: int = 0,
     ) -> None:
         """``status_flags`` extra flags travel with the last bucket of a plan."""
         self.number = number
         self.slots = [Slot(index, name, p, self) for index, name, p in members]
-        self.world = world
-        self.device = device
+        self.indices = [slot.index for slot in self.slots]
         self.status_flags = status_flags
         self.missing = len(self.slots)
         self.present: list[Slot] = []
         """After the average: the slots some rank had a gradient for."""
         self.optimizer: OptimizerView | None = None
-        self.flat: Tensor | None = None
-        self._flags: Tensor | None = None
         self.status: list[float] = []
+        self._scale = 1.0 / world
+        self._memory: BucketMemory | None = None
+        self._private = True
+        self._flags: Tensor | None = None
+        self._summed_flags: Tensor | None = None
         self._versions: list[int] = []
 
     @property
@@ -66,24 +72,40 @@ class Bucket:
         return tuple(slot.name for slot in self.slots)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of its memory: complex gradients travel as pairs of real numbers."""
+        return self.slots[0].parameter.dtype.to_real() if self.slots else torch.float32
+
+    @property
+    def length(self) -> int:
+        """Elements that travel, flags included."""
+        return self._end() + len(self.slots) + self.status_flags
+
+    @property
     def nbytes(self) -> int:
         """Bytes that travel."""
-        return 0 if self.flat is None else self.flat.numel() * self.flat.element_size()
+        return 0 if self._memory is None else self.length * self.dtype.itemsize
 
-    def allocate(self) -> None:
-        """Get the memory, once; gradients are then views of it."""
-        if self.world == 1 or self.flat is not None:
-            return
-        dtype = self.slots[0].parameter.dtype if self.slots else torch.float32
-        sizes = [slot.parameter.numel() for slot in self.slots]
-        total = sum(sizes)
-        length = total + len(self.slots) + self.status_flags
-        self.flat = torch.zeros(length, dtype=dtype, device=self.device)
-        self._flags = self.flat[total:]
-        offset = 0
-        for slot, size in zip(self.slots, sizes, strict=True):
-            slot.view = _like(self.flat, offset, slot.parameter)
-            offset += size
+    def use(self, memory: BucketMemory, *, private: bool, settle: Callable[[], None]) -> None:
+        """Work in this memory.
+
+        Args:
+            memory: where gradients go in, and where their average comes out.
+            private: ``p.grad`` is this rank's own copy of the average, which may be changed; else
+                it is the average itself, which other ranks may read.
+            settle: waits for the average, when somebody looks at it.
+        """
+        self._memory = memory
+        self._private = private
+        end = self._end()
+        self._flags = memory.contribution[end:]
+        self._summed_flags = memory.average[end:]
+        shown = memory.contribution if private else memory.average
+        for slot, offset in zip(self.slots, self._offsets(), strict=True):
+            slot.given = _like(memory.contribution, offset, slot.parameter)
+            slot.gradient = _like(shown, offset, slot.parameter)
+            if not private:
+                present_as(slot.gradient, settle)
 
     def reset(self) -> None:
         """Make ready for the next backward."""
@@ -92,55 +114,73 @@ class Bucket:
         for slot in self.slots:
             slot.filled = False
 
-    def fill(self, slot: Slot, gradient: Tensor) -> None:
-        """Take a gradient that is ready, scaled so that the sum over ranks is the mean."""
-        if gradient.is_sparse or gradient.requires_grad:
-            raise UsageError(_unusable(slot, gradient))
-        slot.filled = True
-        self.missing -= 1
-        if slot.view is not None:
-            torch.mul(gradient, 1.0 / self.world, out=slot.view)
-            slot.parameter.grad = slot.view
-
     def seal(self, status: Sequence[float] = ()) -> None:
-        """Complete the memory before it is sent: zeros and a cleared flag where nothing came."""
-        if self.flat is None or self._flags is None:
-            self.status = list(status)
+        """Take this rank's gradients, scaled so that the sum over ranks is the mean.
+
+        Zeros and a cleared flag stand where nothing came.
+        """
+        if self._memory is None or self._flags is None:
+            self._seal_alone(status)
             return
         self._flags.fill_(1.0)
         if status:
-            self._flags[len(self.slots) :] = torch.tensor(status, dtype=self.flat.dtype)
+            self._flags[len(self.slots) :] = torch.tensor(status, dtype=self.dtype)
         for position, slot in enumerate(self.slots):
-            if slot.filled or slot.view is None:
-                continue
-            if slot.parameter.grad is not None:  # left by an accumulating backward
-                self.fill(slot, slot.parameter.grad)
-            else:
-                slot.view.zero_()
+            assert slot.given is not None
+            parameter = slot.parameter
+            # Also what an accumulating backward left, which had no hook in this one.
+            gradient = parameter.grad
+            if gradient is None:
+                slot.given.zero_()
                 self._flags[position] = 0.0
+                continue
+            _check_usable(slot, gradient)
+            torch.mul(gradient, self._scale, out=slot.given)
+            parameter.grad = slot.gradient
+
+    def _seal_alone(self, status: Sequence[float]) -> None:
+        self.status = list(status)
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None:
+                _check_usable(slot, gradient)
+                if not self._private:
+                    present_as(gradient, None)
+
+    def alone(self, *, private: bool) -> None:
+        """Work on one rank, in the memory autograd makes; ``private`` as in ``use``."""
+        self._private = private
 
     def settle(self) -> list[Slot]:
         """After the sum: point every gradient at its average; the slots no rank had one for."""
-        absent: list[Slot] = []
-        flags = self._flags.tolist() if self._flags is not None else None
-        for position, slot in enumerate(self.slots):
-            here = flags[position] > 0 if flags else slot.parameter.grad is not None
-            if not here:
+        if self._memory is None or self._summed_flags is None:
+            self.present = [s for s in self.slots if s.parameter.grad is not None]
+            return [s for s in self.slots if s.parameter.grad is None]
+        flags = self._summed_flags.tolist()
+        self.status = flags[len(self.slots) :]
+        if self._private and self._memory.shared:
+            self._memory.contribution.copy_(self._memory.average)
+        if all(flag > 0 for flag in flags[: len(self.slots)]) and not self.missing:
+            self.present = self.slots
+            return []
+        absent = []
+        self.present = []
+        for flag, slot in zip(flags, self.slots, strict=False):
+            if flag > 0:
+                slot.parameter.grad = slot.gradient
+                self.present.append(slot)
+            else:
                 slot.parameter.grad = None
                 absent.append(slot)
-                continue
-            if slot.view is not None:
-                slot.parameter.grad = slot.view
-            self.present.append(slot)
-        if flags:
-            self.status = flags[len(self.slots) :]
         return absent
 
     def ready(self) -> Ready | None:
         """What can be applied now; None if no rank had a gradient."""
         if not self.present or self.optimizer is None:
             return None
-        return Ready(self.number, self.optimizer, [slot.index for slot in self.present])
+        whole = self.present is self.slots
+        indices = self.indices if whole else [slot.index for slot in self.present]
+        return Ready(self.number, self.optimizer, indices)
 
     def note_versions(self) -> None:
         """Remember the gradients as they are, to see whether somebody changes them."""
@@ -152,41 +192,69 @@ class Bucket:
             return False
         if self._versions != self._read_versions():
             return True
-        return any(
-            slot.parameter.grad is not slot.view and slot.parameter.grad is not None
-            for slot in self.present
-            if slot.view is not None
-        )
+        for slot in self.present:
+            gradient = slot.parameter.grad
+            if gradient is None:
+                continue
+            if slot.gradient is not None and gradient is not slot.gradient:
+                return True
+            if changed_behind(gradient):
+                return True
+        return False
 
     def _read_versions(self) -> list[int]:
-        if self.flat is not None:  # its views share one counter
-            return [self.flat._version]
+        if self._memory is not None:  # its views share one counter
+            return [self._memory.average._version]
         gradients = (slot.parameter.grad for slot in self.slots)
         return [-1 if g is None else g._version for g in gradients]
 
     def clear(self) -> None:
         """Drop the gradients of this step."""
         for slot in self.slots:
+            forget(slot.gradient)
             slot.parameter.grad = None
+
+    def _offsets(self) -> list[int]:
+        found, offset = [], 0
+        for slot in self.slots:
+            if slot.parameter.is_complex():
+                offset += offset % 2  # a complex number begins at an even place
+            found.append(offset)
+            offset += _elements(slot.parameter)
+        return found
+
+    def _end(self) -> int:
+        if not self.slots:
+            return 0
+        return self._offsets()[-1] + _elements(self.slots[-1].parameter)
+
+
+def _elements(parameter: Tensor) -> int:
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     """A part of ``flat`` with the shape and, where it is dense, the layout of ``parameter``."""
+    if parameter.is_complex():
+        part = flat[offset : offset + _elements(parameter)].view(-1, 2)
+        return torch.view_as_complex(part).view(parameter.shape)
     dense = parameter.is_contiguous() or (
         parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     )
     if dense:
-        return flat.as_strided(parameter.size(), parameter.stride(), offset)
+        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
 
-def _unusable(slot: Slot, gradient: Tensor) -> str:
+def _check_usable(slot: Slot, gradient: Tensor) -> None:
     if gradient.is_sparse:
-        return (
+        raise UsageError(
             f"the gradient of {slot.name} is sparse, which cannot be fused into a bucket; "
             "make the embedding with sparse=False"
         )
-    return (
-        f"the gradient of {slot.name} has a graph of its own (backward with create_graph=True), "
-        "which in-place averaging would break; use torch.autograd.grad for the inner derivative"
-    )
+    if gradient.requires_grad:
+        raise UsageError(
+            f"the gradient of {slot.name} has a graph of its own (backward with "
+            "create_graph=True), which in-place averaging would break; use torch.autograd.grad "
+            "for the inner derivative"
+        )

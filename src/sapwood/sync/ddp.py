@@ -7,7 +7,7 @@ a gradient are DDP's error. Update arithmetic, fences and events are the same as
 
 # No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,10 @@ from sapwood.runtime.worker import Worker
 from sapwood.sync.base import Context, StepOutcome, SyncStats
 from sapwood.sync.buffers import BufferSync
 from sapwood.sync.deferred import apply_all
+from sapwood.sync.gradients import changed_behind, present_as
+from sapwood.sync.guard import BackwardGuard, in_backward
 from sapwood.sync.optim import OptimizerView
+from sapwood.sync.reads import WeightReads, can_watch
 from sapwood.sync.updates import Ready, Updater
 
 __all__ = ["Ddp"]
@@ -47,13 +50,21 @@ class Ddp:
         self.model: nn.Module = self._wrapped
         self._index = {id(p): i for i, p in enumerate(context.parameters)}
         self._updater = Updater(context, self.stats)
+        if context.mode == "layerwise" and can_watch(context.model):
+            self._updater.reads = WeightReads(context.names, context.parameters, self._broken)
         self._buffers = BufferSync(context, local=True)
         self._worker = Worker("sapwood-update")
         self._views: dict[tuple[int, ...], OptimizerView] = {}
         self._layout: list[tuple[int, ...]] = []
         self._ready: list[Ready] = []
+        self._withheld: list[Ready] = []
+        self._late: set[int] = set()
+        self._versions: dict[str, int] = {}
         self._error: BaseException | None = None
         self._in_step = False
+        self._in_backward = False
+        self._forward_seen = False
+        self._careful = True
         self._updated_at: list[int] = []
         self._last_gradient = 0
 
@@ -74,7 +85,12 @@ class Ddp:
     def attach(self) -> None:
         """Register the communication hook."""
         self._wrapped.register_comm_hook(None, self._hook)
-        self._handle = self._wrapped.register_forward_hook(self._after_forward)
+        inner = self._context.model
+        aside: Callable[..., Any] = torch.compiler.disable
+        self._handles = [
+            inner.register_forward_pre_hook(aside(self._before_forward)),
+            inner.register_forward_hook(aside(self._after_forward), always_call=True),
+        ]
 
     def generation(self, name: str) -> int:
         """How often a parameter was updated."""
@@ -95,14 +111,14 @@ class Ddp:
     def finish(self) -> StepOutcome:
         """End the step."""
         self.wait()
-        if not self._in_step:
-            raise UsageError(
-                "run.step() was called without a backward(); with engine='ddp' every rank must "
-                "call backward() in every step"
-            )
+        self._check_complete()
         outcome = StepOutcome(skipped=not self._ready)
-        if self._context.mode != "layerwise":
+        if self._context.mode == "layerwise":
+            self._check_unchanged()
+            self._context.views.after_step()
+        else:
             outcome = apply_all(self._context, self._updater, self._ready)
+        self._buffers.finish(self._updater.step)
         self._note_layout()
         early = sum(at < self._last_gradient for at in self._updated_at)
         self.stats.steps += 1
@@ -111,17 +127,71 @@ class Ddp:
         for parameter in self._context.parameters:
             parameter.grad = None
         self._ready, self._updated_at, self._in_step = [], [], False
+        self._forward_seen = False
+        if self._updater.reads is not None:
+            self._updater.reads.end_step()
         self._updater.step += 1
         return outcome
 
     def close(self) -> None:
         """End the worker; the hook goes with the wrapper."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        if self._updater.reads is not None:
+            self._updater.reads.end_backward()
         self._worker.close(timeout=5.0)
+        self._context.averaging.averager.close()
+
+    def _check_complete(self) -> None:
+        context = self._context
+        came = {i for ready in self._ready for i in ready.indices}
+        if len(came) == len(context.parameters):
+            return
+        silent = [
+            n for n, p in zip(context.names, context.parameters, strict=True) if p.grad is None
+        ]
+        if 0 < len(silent) < len(context.names):
+            raise self._broken(
+                f"{', '.join(silent[:5])} had no gradient in this step; engine='ddp' needs one for "
+                "every trained parameter on every rank: freeze them, or use engine='layerwise'"
+            )
+        raise self._broken(
+            "run.step() was called, but no backward() has averaged gradients: with engine='ddp' "
+            "every rank must call backward() in every step, on the output of a forward that ran "
+            "outside `run.accumulate()`"
+        )
+
+    def _check_unchanged(self) -> None:
+        views = self._context.views
+        option = views.changed_option()
+        if option is not None:
+            raise self._broken(
+                f"the optimizer's {option} was changed between backward() and run.step(), but "
+                "weights were updated during backward, with the old value; set it before "
+                "backward(), or use update='deferred'"
+            )
+        if not views.keeps_gradients:
+            return
+        for name, parameter in zip(self._context.names, self._context.parameters, strict=True):
+            version = self._versions.get(name)
+            gradient = parameter.grad
+            if gradient is not None and (gradient._version != version or changed_behind(gradient)):
+                raise self._broken(
+                    f"the gradient of {name} was changed after backward(), but its weight was "
+                    "updated during backward, with the unchanged one; clip with "
+                    "Run(clip_grad_norm=...), or use update='deferred'"
+                )
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if in_backward() or not torch.is_grad_enabled():
+            return
+        self._forward_seen = True
+        if self._updater.reads is not None:
+            self._updater.reads.start_forward()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module.training and torch.is_grad_enabled() and not self.accumulating:
-            self._buffers.announce_local(self._updater.step)
+        if not in_backward() and self._updater.reads is not None:
+            self._updater.reads.end_forward()
 
     def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
@@ -132,19 +202,63 @@ class Ddp:
         self._last_gradient = launched = time.perf_counter_ns()
         pending = group.all_reduce(flat, f"averaging bucket {bucket.index()}")
         indices = [self._index[id(p)] for p in bucket.parameters()]
+        if self._careful and self._updater.reads is not None:
+            self._updater.reads.seal(indices, updated=False)
         number = bucket.index()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self._worker.submit(lambda: self._reduced(number, indices, pending, flat, future, launched))
         return future
 
     def _begin(self) -> None:
+        if self.accumulating:
+            raise self._broken(
+                "with engine='ddp' the forward must run inside `run.accumulate()` as well as its "
+                "backward(): DistributedDataParallel decides in forward whether to average"
+            )
         if self._in_step:
-            raise UsageError(
+            raise self._broken(
                 "backward() was called again before run.step() ended the step; call run.step() "
                 "after each backward(), and wrap all but the last in `with run.accumulate():`"
             )
-        self._in_step = True
+        self._in_step = self._in_backward = True
         self._context.views.follow()
+        BackwardGuard(self._end, self._aborted).arm()
+        reads = self._updater.reads
+        if reads is not None:
+            self._late = reads.late
+            reads.start_backward()
+            reads.say_new("is used through detach() or .data")
+
+    def _end(self) -> None:
+        """Backward is over: what waited for it can be updated."""
+        self._in_backward = self._careful = False
+        if self._updater.reads is not None:
+            self._updater.reads.end_backward()
+        for ready in self._withheld:
+            self._updated_at.append(self._updater.update(ready))
+        self._withheld = []
+        self._versions = {}
+        for name, parameter in zip(self._context.names, self._context.parameters, strict=True):
+            if self._context.mode == "layerwise" and parameter.grad is not None:
+                self._versions[name] = present_as(parameter.grad, None)._version
+
+    def _aborted(self) -> None:
+        if self._updater.reads is not None:
+            self._updater.reads.end_backward()
+        self._broken("an exception ended its back-propagation; see the traceback there")
+
+    def _broken(self, message: str) -> UsageError:
+        error = UsageError(message)
+        self._error = self._error or error
+        self._context.group.board.post(message)
+        return error
+
+    def _must_wait(self, indices: Sequence[int]) -> bool:
+        if not self._in_backward:
+            return False
+        if self._careful or not self._forward_seen:
+            return True
+        return not self._late.isdisjoint(indices)
 
     def _reduced(
         self,
@@ -174,7 +288,10 @@ class Ddp:
                 ready = Ready(number, self._view(indices), indices)
                 self._ready.append(ready)
                 if self._context.mode == "layerwise":
-                    self._updated_at.append(self._updater.update(ready))
+                    if self._must_wait(indices):
+                        self._withheld.append(ready)
+                    else:
+                        self._updated_at.append(self._updater.update(ready))
             future.set_result(flat)
         except Exception as error:
             self._error = self._error or error

@@ -53,6 +53,7 @@ def _update(context: Context, updater: Updater, ready: Sequence[Ready]) -> None:
             updater.announce(bucket.bucket, bucket.indices)
         return
     context.views.before_step()
+    context.views.follow()  # a learning rate may have been set since backward
     for bucket in ready:
         updater.update(bucket)
     context.views.after_step()

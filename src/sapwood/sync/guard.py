@@ -6,11 +6,38 @@ The guard is that callback, and notices being dropped.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
+from types import FrameType
 
 import torch
+from torch.autograd import graph
 
-__all__ = ["BackwardGuard"]
+__all__ = ["BackwardGuard", "in_backward", "nested"]
+
+_RUN_BACKWARD = graph._engine_run_backward.__code__
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def nested() -> bool:
+    """Whether the backward pass under way was started by another one (re-entrant checkpointing).
+
+    Autograd's callbacks belong to the innermost pass, and it has no name for the outer one; but
+    each pass has a frame on the stack of the thread that started it. A device's own thread starts
+    with none, so there one frame is a nested pass.
+    """
+    depth = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        depth += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back
+    outermost = 0 if isinstance(threading.current_thread(), threading._DummyThread) else 1
+    return depth > outermost
 
 
 class BackwardGuard:

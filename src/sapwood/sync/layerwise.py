@@ -1,9 +1,9 @@
 """The layer-wise engine: average buckets during backward, update each as soon as it is averaged.
 
-    gradient ready (hook) ─> copied into its bucket ─> bucket full and it is its turn ─> all-reduce
-    worker: wait for the sum ─> wait for the bucket's fence ─> optimizer ─> TensorUpdated
+    gradients of a bucket complete (hooks) ─> its contribution ─> it is its turn ─> averager
+    worker: wait for the average ─> wait for the bucket's fence ─> optimizer ─> TensorUpdated
 
-Every rank sends, in every step: rank 0's buffers, every bucket of the plan in order, and, only when
+Every rank sends, in every step: every bucket of the plan in order, rank 0's buffers, and, only when
 the flags of the last bucket say that some rank has one, the gradients outside the plan. A step that
 does not fit the plan is completed at the end of backward with zeros and cleared flags, so no rank
 ever waits for a collective another rank does not send.
@@ -19,22 +19,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from sapwood.errors import PeerFailed, UsageError
 from sapwood.events import PlanChanged
 from sapwood.runtime import faults
-from sapwood.runtime.group import Pending
 from sapwood.runtime.worker import Worker
+from sapwood.sync.averaging.base import Pending
 from sapwood.sync.base import Context, StepOutcome, SyncStats
-from sapwood.sync.bucket import Bucket, Slot
+from sapwood.sync.bucket import Bucket
+from sapwood.sync.bucketset import BucketSet
 from sapwood.sync.buffers import BufferSync
 from sapwood.sync.deferred import apply_all
-from sapwood.sync.guard import BackwardGuard
-from sapwood.sync.hazards import SavedWeightWatch, can_watch
+from sapwood.sync.guard import BackwardGuard, in_backward, nested
 from sapwood.sync.members import Members
-from sapwood.sync.order import graph_roots, ready_order
+from sapwood.sync.order import graph_roots, joint_order, ready_order
 from sapwood.sync.plan import Plan, agree_order, lay_out
+from sapwood.sync.reads import WeightReads, can_watch
 from sapwood.sync.replan import Replanner
 from sapwood.sync.updates import Updater
 
@@ -61,6 +61,7 @@ class Layerwise:
         self.stats = SyncStats()
         self.accumulating = False
         self._context = context
+        self._averager = context.averaging.averager
         self._members = Members(context.model, context.views.optimizer)
         self._updater = Updater(context, self.stats)
         self._buffers = BufferSync(context)
@@ -68,16 +69,16 @@ class Layerwise:
         self._replanner = Replanner(context.settings.replan_after)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._phase = _Phase.IDLE
+        self._armed = False
         self._plan: Plan | None = None
-        self._planned: list[Bucket] = []
-        self._dormant: Bucket | None = None
-        self._slots: list[Slot] = []
+        self._buckets: BucketSet | None = None
         self._next = 0
-        self._roots: list[Node] = []
+        self._predicted: list[int] = []
         self._fired: list[int] = []
         self._disorder = False
-        self._watch: SavedWeightWatch | None = None
-        self._watched = not can_watch(context.model)
+        self._reads: WeightReads | None = None
+        self._forward_seen = False
+        self._careful = True
         self._late: set[int] = set()
         self._withheld: list[Bucket] = []
         self._forward_start = self._forward_end = self._last_gradient = 0
@@ -103,10 +104,14 @@ class Layerwise:
             self.model.register_forward_pre_hook(aside(self._before_forward)),
             self.model.register_forward_hook(aside(self._after_forward), always_call=True),
         ]
+        if self._context.mode == "layerwise" and can_watch(self._context.model):
+            self._reads = WeightReads(self._context.names, self._context.parameters, self._broken)
+        self._updater.reads = self._reads
 
     def wait(self) -> None:
         """Wait until this step's gradients are averaged (and, if layer-wise, applied)."""
         self._check()
+        self._end_unnoticed()
         settings = self._context.settings
         # The worker bounds each of its own waits, so this bound is only for a fault in it.
         patience = (settings.timeout + settings.fence_timeout) * (len(self._planned) + 2)
@@ -124,11 +129,16 @@ class Layerwise:
         self.stats.wait_seconds += (time.perf_counter_ns() - start) / 1e9
         self._trace_span("wait", start)
         outcome = self._apply()
+        self._buffers.finish(self._updater.step)
         self._count()
-        for bucket in self._all_buckets():
+        assert self._buckets is not None
+        for bucket in self._buckets:
             bucket.clear()
             bucket.reset()
+        if self._reads is not None:
+            self._reads.end_step()
         self._phase = _Phase.IDLE
+        self._forward_seen = False
         self._updater.step += 1
         return outcome
 
@@ -137,7 +147,10 @@ class Layerwise:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._reads is not None:
+            self._reads.end_backward()
         self._worker.close(timeout=self._context.settings.timeout if self._healthy() else 1.0)
+        self._averager.close()
 
     def generation(self, name: str) -> int:
         """How often a parameter was updated."""
@@ -151,133 +164,152 @@ class Layerwise:
     # -- forward -----------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
+        if in_backward():  # a checkpointed segment is recomputed
+            return
         self._check()
+        if self._phase is _Phase.BACKWARD:
+            self._end_unnoticed()
         if self._phase is _Phase.REDUCING:
             self.wait()  # weights must not change under a forward
-        if not (module.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return
         self._follow_membership()
-        if not self._watched and self._plan is None and self._watch is None:
-            self._watch = SavedWeightWatch(self._context.parameters, self._complete)
-        if self._watch is not None and self._phase is _Phase.IDLE:
-            self._watch.start()
+        self._forward_seen = True
+        if self._reads is not None:
+            self._reads.start_forward()
         self._forward_start = time.perf_counter_ns()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-        if not (module.training and torch.is_grad_enabled()) or output is None:
+        if in_backward():
+            return
+        if self._reads is not None:
+            self._reads.end_forward()
+        if not torch.is_grad_enabled() or output is None:
             return
         self._forward_end = time.perf_counter_ns()
         self._trace_span("forward", self._forward_start, self._forward_end)
-        if not self.accumulating:
-            if self._plan is None:
-                self._roots += graph_roots(output)
-            self._buffers.announce_local(self._updater.step)
+        if self._plan is None and not self.accumulating:
+            # Only the order is kept: a graph that is never back-propagated must go.
+            order = ready_order(graph_roots(output), self._context.parameters)
+            self._predicted = joint_order(self._predicted, order)
 
     # -- backward ----------------------------------------------------------------------------
 
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            if self.accumulating and self._phase is _Phase.IDLE:
-                return
-            if self._phase is not _Phase.BACKWARD:
-                self._begin(BackwardGuard(self._end, self._aborted))
-            slot = self._slots[index]
+            if self._phase is not _Phase.BACKWARD or not self._armed:
+                if self.accumulating and self._phase is _Phase.IDLE:
+                    return
+                self._enter_backward()
+            assert self._buckets is not None
+            slot = self._buckets.slots[index]
             if slot.filled:
                 raise self._broken(_twice(slot.name))
-            gradient = parameter.grad
-            assert gradient is not None
+            slot.filled = True
             self._fired.append(index)
-            self._last_gradient = time.perf_counter_ns()
-            self._take(slot, gradient)
+            bucket = slot.bucket
+            bucket.missing -= 1
+            if not bucket.missing:
+                self._full(bucket)
 
         return hook
 
-    def _take(self, slot: Slot, gradient: Tensor) -> None:
-        bucket = slot.bucket
-        if bucket is self._dormant:
-            slot.filled = True
-            return
-        bucket.fill(slot, gradient)
-        if not bucket.missing:
-            if bucket.number != self._next:
-                self._disorder = True
-            # The last bucket waits for the end of backward: its status flags are known only then.
-            while self._next < len(self._planned) - 1 and not self._planned[self._next].missing:
-                self._launch(self._planned[self._next])
+    def _enter_backward(self) -> None:
+        """The first gradient of a backward pass is there, or the first after a nested one."""
+        if self._phase is not _Phase.BACKWARD:
+            self._begin()
+        if not nested():
+            BackwardGuard(self._end, self._aborted).arm()
+            self._armed = True
 
-    def _begin(self, guard: BackwardGuard | None = None) -> None:
+    def _full(self, bucket: Bucket) -> None:
+        self._last_gradient = time.perf_counter_ns()
+        planned = self._planned
+        if bucket.number >= len(planned):
+            return
+        if bucket.number != self._next:
+            self._disorder = True
+        # The last bucket waits for the end of backward: its status flags are known only then.
+        while self._next < len(planned) - 1 and not planned[self._next].missing:
+            self._launch(planned[self._next])
+
+    def _begin(self) -> None:
         self._check()
         if self._phase is _Phase.REDUCING:
             raise self._broken(_FORGOTTEN)
-        if guard is not None:
-            guard.arm()
         self._phase = _Phase.BACKWARD
+        self._armed = False
         self._context.group.step = self._updater.step
         if self._plan is None or self._replanner.reason is not None:
             self._make_plan()
         self._fired, self._updated_at, self._absent, self._woken = [], [], [], []
         self._next, self._disorder = 0, False
         self._context.views.follow()
-        pending = self._buffers.launch()
-        if pending is not None:
-            self._worker.submit(lambda: self._buffers_arrived(pending))
-
-    def _buffers_arrived(self, pending: Pending) -> None:
-        pending.wait()
-        self._buffers.arrived(self._updater.step)
+        assert self._buckets is not None
+        self._buckets.follow()
+        if self._reads is not None:
+            self._late = self._reads.late
+            self._reads.start_backward()
+            self._reads.say_new("is used through detach() or .data")
 
     def _launch(self, bucket: Bucket, status: tuple[float, ...] = ()) -> None:
         self._next = bucket.number + 1
         bucket.seal(status)
         bucket.note_versions()
+        if self._careful and self._reads is not None:
+            self._reads.seal(bucket.indices, updated=False)
         step = self._updater.step
         faults.point("sync.launch", step=step, bucket=bucket.number)
         launched = time.perf_counter_ns()
-        if bucket.flat is None:
+        if not bucket.nbytes:
             self._updater.lane.follow()  # a collective would have ordered the streams
             self._worker.submit(lambda: self._ready_alone(bucket))
             return
-        pending = self._context.group.all_reduce(
-            bucket.flat, f"averaging bucket {bucket.number} of step {step} ({_shown(bucket)})"
-        )
+        what = f"averaging bucket {bucket.number} of step {step} ({_shown(bucket)})"
+        pending = self._averager.launch(bucket.number, step, what)
         self._worker.submit(lambda: self._reduced(bucket, pending, launched))
 
     def _end(self) -> None:
         """Backward is over: send what is left, complete or not."""
+        if self._phase is not _Phase.BACKWARD:
+            return
+        self._armed = False
         self._trace_span("backward", self._forward_end)
         if self._context.trace.on:
             self._context.trace.instant("backward_last_gradient", step=self._updater.step)
         status = (float(self._dormant_used()), float(self._disorder))
         for bucket in self._planned[self._next : -1]:
             self._launch(bucket)
+        if not self._planned[-1].missing or not self._last_gradient:
+            self._last_gradient = self._last_gradient or time.perf_counter_ns()
         self._launch(self._planned[-1], status)
+        self._buffers.launch()
+        if self._reads is not None:
+            self._reads.end_backward()
+            self._reads.say_new("is read again after its gradient is complete")
         self._phase = _Phase.REDUCING
-        self._settle_watch()
+        self._careful = False
         self._worker.submit(self._update_withheld)
         if self._context.mode != "layerwise":
             self.wait()  # users may look at, or clip, the averaged gradients before step()
 
-    def _dormant_used(self) -> bool:
-        assert self._dormant is not None
-        return any(s.parameter.grad is not None for s in self._dormant.slots)
+    def _end_unnoticed(self) -> None:
+        """Every gradient came from nested backward passes, whose ends say nothing of the outer."""
+        if self._phase is _Phase.BACKWARD and not self._armed and not in_backward():
+            self._end()
 
-    def _settle_watch(self) -> None:
-        if self._watch is None:
-            return
-        self._late = self._watch.late
-        self._watch, self._watched = None, True
-        if self._late:
-            names = [self._context.names[i] for i in sorted(self._late)]
-            log.warning(
-                "back-propagation reads %s again after the gradient is complete (used through "
-                "detach() or .data?); such weights are updated at the end of backward",
-                ", ".join(names[:5]),
-            )
+    def _dormant_used(self) -> bool:
+        assert self._buckets is not None
+        return any(s.parameter.grad is not None for b in self._buckets.dormant for s in b.slots)
 
     def _aborted(self) -> None:
-        self._broken("an exception ended its back-propagation; see the traceback there")
+        if self._reads is not None:
+            self._reads.end_backward()
+        self._broken(
+            "an exception ended its back-propagation; see the traceback there (if it says that a "
+            "variable was modified in place, a weight is used through an alias that was updated: "
+            "use update='deferred')"
+        )
 
     # -- worker ------------------------------------------------------------------------------
 
@@ -304,7 +336,7 @@ class Layerwise:
     def _averaged(self, bucket: Bucket) -> None:
         self._absent += [slot.index for slot in bucket.settle()]
         if self._context.mode == "layerwise":
-            if self._watch is not None or self._held_back(bucket):
+            if self._must_wait(bucket):
                 self._withheld.append(bucket)
             else:
                 self._update(bucket)
@@ -313,14 +345,20 @@ class Layerwise:
             if bucket.status[_NOT_PLANNED] > 0:
                 self._reduce_dormant()
 
-    def _held_back(self, bucket: Bucket) -> bool:
-        return self._phase is _Phase.BACKWARD and any(s.index in self._late for s in bucket.slots)
+    def _must_wait(self, bucket: Bucket) -> bool:
+        """Whether back-propagation may still need the old values."""
+        if self._phase is not _Phase.BACKWARD:
+            return False
+        if self._careful or not self._forward_seen:
+            return True
+        return bool(self._late) and not self._late.isdisjoint(bucket.indices)
 
     def _update_withheld(self) -> None:
         with self._updater.lane.active():
             held, self._withheld = self._withheld, []
             for bucket in held:
                 self._update(bucket)
+            self._buffers.wait()
 
     def _update(self, bucket: Bucket) -> None:
         ready = bucket.ready()
@@ -335,34 +373,34 @@ class Layerwise:
 
     def _reduce_dormant(self) -> None:
         """Some rank has gradients outside the plan: all ranks know, and average them now."""
-        bucket = self._dormant
-        assert bucket is not None
-        bucket.allocate()
-        for slot in bucket.slots:
-            slot.filled = False
-        bucket.seal()
-        bucket.note_versions()
-        if bucket.flat is not None:
-            what = f"averaging gradients outside the plan in step {self._updater.step}"
-            self._context.group.all_reduce(bucket.flat, what).wait()
-        bucket.settle()
-        self._woken = [slot.index for slot in bucket.present]
-        if bucket.optimizer is None:
-            bucket.optimizer = self._context.views.of([s.parameter for s in bucket.slots])
-        if self._context.mode == "layerwise":
-            self._update(bucket)
+        assert self._buckets is not None
+        for bucket in self._buckets.dormant:
+            memory = self._buckets.wake(bucket)
+            bucket.seal()
+            bucket.note_versions()
+            if memory is not None:
+                what = f"averaging gradients outside the plan in step {self._updater.step}"
+                self._context.group.all_reduce(memory.average, what).wait()
+            bucket.settle()
+            self._woken += [slot.index for slot in bucket.present]
+            if self._context.mode == "layerwise":
+                self._update(bucket)
 
     # -- end of a step -----------------------------------------------------------------------
 
     def _apply(self) -> StepOutcome:
         context = self._context
+        assert self._buckets is not None
         if context.mode != "layerwise":
-            ready = [r for b in self._all_buckets() if (r := b.ready()) is not None]
+            ready = [r for b in self._buckets if (r := b.ready()) is not None]
             return apply_all(context, self._updater, ready)
-        for bucket in self._all_buckets():
+        for bucket in self._buckets:
             self._check_touched(bucket)
+        option = context.views.changed_option()
+        if option is not None:
+            raise self._broken(_option_changed(option))
         context.views.after_step()
-        return StepOutcome(skipped=not any(b.present for b in self._all_buckets()))
+        return StepOutcome(skipped=not any(b.present for b in self._buckets))
 
     def _count(self) -> None:
         self.stats.steps += 1
@@ -377,15 +415,19 @@ class Layerwise:
 
     # -- the plan ----------------------------------------------------------------------------
 
+    @property
+    def _planned(self) -> list[Bucket]:
+        return [] if self._buckets is None else self._buckets.planned
+
     def _make_plan(self) -> None:
         context = self._context
         reason = self._replanner.reason or "first backward"
         if self._plan is None:
             context.group.check_same("set of trained parameters", context.names)
-            mine = ready_order(self._roots, context.parameters)
+            mine = self._predicted
         else:
             mine = self._observed_order()
-        self._roots = []
+        self._predicted = []
         order = agree_order(context.group, mine)
         self._plan = lay_out(
             order,
@@ -395,7 +437,9 @@ class Layerwise:
             reason=reason,
         )
         self._updater.pass_all_fences()
-        self._make_buckets(self._plan)
+        context.views.forget()
+        self._buckets = BucketSet(context, self._plan, self._settled_for_reader)
+        self._careful = True
         self._replanner.planned()
         self.stats.plans += 1
         log.info("planned %d buckets: %s", len(self._plan.buckets), reason)
@@ -412,36 +456,6 @@ class Layerwise:
         kept = [i for i in self._plan.order if i not in seen and i not in leaving]
         return came + kept
 
-    def _make_buckets(self, plan: Plan) -> None:
-        context = self._context
-        context.views.forget()
-        # Without a planned parameter the status flags still need a bucket to travel in.
-        layout = plan.buckets or ((),)
-        last = len(layout) - 1
-        self._planned = [
-            self._bucket(n, members, status_flags=2 if n == last else 0)
-            for n, members in enumerate(layout)
-        ]
-        self._dormant = self._bucket(len(layout), plan.dormant)
-        for bucket in self._planned:
-            bucket.allocate()
-            bucket.optimizer = context.views.of([s.parameter for s in bucket.slots])
-        by_index = {s.index: s for b in self._all_buckets() for s in b.slots}
-        self._slots = [by_index[i] for i in range(len(context.parameters))]
-
-    def _bucket(self, number: int, members: tuple[int, ...], status_flags: int = 0) -> Bucket:
-        context = self._context
-        return Bucket(
-            number,
-            [(i, context.names[i], context.parameters[i]) for i in members],
-            world=context.group.world,
-            device=context.group.device,
-            status_flags=status_flags,
-        )
-
-    def _all_buckets(self) -> list[Bucket]:
-        return [*self._planned, *([self._dormant] if self._dormant else [])]
-
     def _follow_membership(self) -> None:
         """Parameters were frozen, unfrozen or given to the optimizer: start with a new plan."""
         context = self._context
@@ -453,13 +467,14 @@ class Layerwise:
             handle.remove()
         self._handles.clear()
         self.attach()
-        self._plan, self._roots, self._slots = None, [], []
-        self._watch, self._watched = None, not can_watch(context.model)
+        self._plan, self._predicted, self._buckets = None, [], None
 
     # -- small things ------------------------------------------------------------------------
 
-    def _complete(self, index: int) -> bool:
-        return bool(self._slots) and self._slots[index].filled
+    def _settled_for_reader(self) -> None:
+        """Somebody looks at a gradient whose average may be on its way."""
+        if self._phase is _Phase.REDUCING and not self._worker.is_current():
+            self.wait()
 
     def _healthy(self) -> bool:
         return self._phase is not _Phase.BROKEN and self._worker.error is None
@@ -489,7 +504,8 @@ class Layerwise:
 
 _FORGOTTEN = (
     "backward() was called again before run.step() ended the step; call run.step() after each "
-    "backward(), and wrap all but the last backward of a step in `with run.accumulate():`"
+    "backward(), wrap all but the last backward of a step in `with run.accumulate():`, and freeze "
+    "this model (requires_grad_(False)) around the backward of another model's loss"
 )
 
 
@@ -506,6 +522,14 @@ def _touched(bucket: Bucket) -> str:
         "but weights are updated during backward, with the unchanged one; clip with "
         "Run(clip_grad_norm=...), or use update='deferred' to change gradients between backward() "
         "and run.step()"
+    )
+
+
+def _option_changed(option: str) -> str:
+    return (
+        f"the optimizer's {option} was changed between backward() and run.step(), but weights were "
+        "updated during backward, with the old value; set it before backward(), or use "
+        "update='deferred'"
     )
 
 

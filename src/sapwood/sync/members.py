@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import nn
 
-from sapwood.errors import ConfigError
+from sapwood.errors import ConfigError, UsageError
 from sapwood.state.tensors import named_parameters
 
 __all__ = ["Members", "check_model"]
@@ -51,8 +51,30 @@ class Members:
         return list(trained), list(trained.values())
 
     def changed(self) -> bool:
-        """Whether parameters were frozen, unfrozen or added to the optimizer since ``read``."""
-        return self._signature() != self._seen
+        """Whether parameters were frozen, unfrozen or added to the optimizer since ``read``.
+
+        All of them frozen is no change: another Run trains through this model (a generator through
+        its discriminator), and this Run goes on with the same parameters afterwards.
+        """
+        return not self.frozen() and self._signature() != self._seen
+
+    def frozen(self) -> bool:
+        """Whether every parameter of the optimizer is frozen now."""
+        groups = self._optimizer.param_groups
+        return not any(p.requires_grad for group in groups for p in group["params"])
+
+    def check_trained(self) -> None:
+        """Call at the end of a step.
+
+        Raises:
+            UsageError: every parameter is frozen, so that there was nothing to train.
+        """
+        if self.frozen():
+            raise UsageError(
+                "run.step() was called while every parameter of its optimizer is frozen, so there "
+                "is nothing to train; call requires_grad_(True) before this run's forward, or "
+                "leave its run.step() out"
+            )
 
     def _signature(self) -> tuple[int, list[bool]]:
         held = sum(len(group["params"]) for group in self._optimizer.param_groups)
@@ -79,6 +101,8 @@ def check_model(model: nn.Module) -> torch.device:
     Raises:
         ConfigError: it is on several, or has no parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     by_device: dict[torch.device, str] = {}
     for name, parameter in named_parameters(model).items():
         by_device.setdefault(parameter.device, name)

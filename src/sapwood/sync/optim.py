@@ -8,12 +8,12 @@ work as if ``optimizer.step()`` had been called.
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sapwood.errors import ConfigError, UsageError
 
@@ -42,6 +42,7 @@ _PER_PARAMETER = tuple(
 # Where torch's foreach loop is bit for bit its plain loop, but crosses the interpreter less often.
 _SAME_AS_FOREACH = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _SAME_DTYPES = (torch.float32, torch.float64)
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
@@ -141,10 +142,10 @@ class Views:
             )
         self.optimizer = optimizer
         self.fused = fused
-        self.keeps_gradients = isinstance(optimizer, _PER_PARAMETER)
-        """Known not to write to gradients, so that anybody else who does can be found out."""
         self._mode = mode
         self._made: list[OptimizerView] = []
+        self._writes: dict[Any, bool] = {}
+        self._noted: list[dict[str, Any]] = []
         self._stepping = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
@@ -188,6 +189,46 @@ class Views:
         """Drop all views, before new buckets are laid out."""
         self._made.clear()
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the kernels in use are known not to write to gradients.
+
+        Then anybody else who does can be found out, and gradients may lie in memory that other
+        ranks read. Tried out on a small tensor, once for each set of options.
+        """
+        return isinstance(self.optimizer, _PER_PARAMETER) and not any(
+            self._writes_gradients(group) for group in self.optimizer.param_groups
+        )
+
+    def _writes_gradients(self, group: dict[str, Any]) -> bool:
+        if not group["params"]:
+            return False
+        like = group["params"][0]
+        key = (
+            like.dtype,
+            like.device.type,
+            *((k, v) for k, v in group.items() if k not in ("lr", "initial_lr") and _is_plain(v)),
+        )
+        if key not in self._writes:
+            exact = like.dtype in _SAME_DTYPES
+            options = {**group, **self.kernel(group, exact_foreach=exact)}
+            self._writes[key] = _tried_to_write(self.optimizer, options, like)
+        return self._writes[key]
+
+    def note_options(self) -> None:
+        """Remember the hyperparameters that this step's updates use."""
+        self._noted = [_options(group) for group in self.optimizer.param_groups]
+
+    def changed_option(self) -> str | None:
+        """A hyperparameter that was changed since ``note_options``, for people; else None."""
+        for number, (group, noted) in enumerate(
+            zip(self.optimizer.param_groups, self._noted, strict=False)
+        ):
+            for name, value in _options(group).items():
+                if not _same(value, noted.get(name)):
+                    return f"{name!r} of group {number}"
+        return None
+
     def follow(self) -> None:
         """Call at the start of a step: a scheduler or the user may have changed hyperparameters."""
         if self._mode == "layerwise" and len(self.optimizer._optimizer_step_pre_hooks) > 1:
@@ -198,6 +239,7 @@ class Views:
             )
         for view in self._made:
             view.follow()
+        self.note_options()
 
     def kernel(self, group: dict[str, Any], *, exact_foreach: bool) -> dict[str, Any]:
         """The kernel settings to use for a group."""
@@ -205,8 +247,60 @@ class Views:
             return {"fused": self.fused, "foreach": False if self.fused else group.get("foreach")}
         undecided = group.get("fused") is None and group.get("foreach") is None
         if undecided and exact_foreach and type(self.optimizer) in _SAME_AS_FOREACH:
-            return {"foreach": True}
+            return {} if _foreach_differs(group) else {"foreach": True}
         return {}
+
+
+def _foreach_differs(group: dict[str, Any]) -> bool:
+    """Whether torch's foreach loop refuses this group, or writes to its gradients."""
+    return (
+        isinstance(group.get("lr"), Tensor)
+        or bool(group.get("differentiable"))
+        or (bool(group.get("nesterov")) and not group.get("weight_decay"))
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options; a tensor with its version, which tells of changes in place."""
+    return {
+        name: (value, value._version) if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
+        return all(_same(a, b) for a, b in zip(now, before, strict=True))
+    if isinstance(now, Tensor) or isinstance(before, Tensor):
+        return now is before
+    return bool(now == before)
+
+
+def _tried_to_write(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], like: Tensor
+) -> bool:
+    """Whether two steps on a small parameter of the same kind leave its gradient alone."""
+    values = torch.linspace(-1.0, 1.0, 8, device=like.device).reshape(2, 4).to(like.dtype)
+    parameter = nn.Parameter(values.clone())
+    trial = _shallow(optimizer, [{**options, "params": [parameter]}])
+    trial.state = defaultdict(dict)
+    try:
+        for factor in (0.5, -0.25):
+            parameter.grad = values * factor
+            version = parameter.grad._version
+            trial.step()
+            if parameter.grad._version != version:
+                return True
+            if not torch.equal(parameter.grad, values * factor):
+                return True
+    except Exception:  # whatever it is, the real step will tell
+        return True
+    return False
 
 
 def _shallow(

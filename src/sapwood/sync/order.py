@@ -7,6 +7,7 @@ first backward is known before it happens, and with it the buckets.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -14,7 +15,7 @@ from itertools import count
 from torch import Tensor
 from torch.autograd.graph import Node
 
-__all__ = ["graph_roots", "ready_order"]
+__all__ = ["graph_roots", "joint_order", "ready_order"]
 
 
 def graph_roots(output: object) -> list[Node]:
@@ -25,8 +26,9 @@ def graph_roots(output: object) -> list[Node]:
         return [node for value in output.values() for node in graph_roots(value)]
     if isinstance(output, (list, tuple)):
         return [node for value in output for node in graph_roots(value)]
-    if hasattr(output, "__dataclass_fields__"):
-        return [node for value in vars(output).values() for node in graph_roots(value)]
+    if dataclasses.is_dataclass(output):
+        values = (getattr(output, field.name, None) for field in dataclasses.fields(output))
+        return [node for value in values for node in graph_roots(value)]
     return []
 
 
@@ -70,3 +72,13 @@ def _dependencies(roots: list[Node]) -> dict[Node, int]:
                 seen.add(child)
                 stack.append(child)
     return waiting_for
+
+
+def joint_order(earlier: Sequence[int], later: Sequence[int]) -> list[int]:
+    """The order of one backward pass over the graphs of two forwards.
+
+    Autograd works off the later forward first, so a parameter that both used is complete when the
+    earlier one's nodes have run.
+    """
+    known = set(earlier)
+    return [i for i in later if i not in known] + list(earlier)

@@ -7,12 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch.autograd.graph import increment_version
+
 from sapwood.events import Fence, TensorUpdated, UpdatedTensor
 from sapwood.runtime import faults
 from sapwood.runtime.device import Lane
 from sapwood.state.tensors import optimizer_tensors
 from sapwood.sync.base import Context, SyncStats
 from sapwood.sync.optim import OptimizerView
+from sapwood.sync.reads import WeightReads
 
 __all__ = ["Ready", "Updater"]
 
@@ -27,6 +31,10 @@ class Ready:
     """The parameters some rank had a gradient for."""
 
 
+# Parameters and gradients may have classes that notice reads; the engine's own are not meant.
+_unnoticed = torch._C.DisableTorchFunctionSubclass
+
+
 class Updater:
     """Shared by all engines, so that fences, generations and events are the same in each."""
 
@@ -35,6 +43,8 @@ class Updater:
         self.step = 1
         self.generations: Counter[str] = Counter()
         self.lane = Lane(context.group.device)
+        self.reads: WeightReads | None = None
+        """Told of every update, before it begins."""
         self._context = context
         self._stats = stats
         self._fences: dict[int, Fence] = {}
@@ -48,8 +58,12 @@ class Updater:
         bucket = ready.bucket
         self.pass_fence(bucket)
         faults.point("sync.update", step=self.step, bucket=bucket)
+        if self.reads is not None:
+            self.reads.seal(ready.indices, updated=True)
         start = time.perf_counter_ns()
-        ready.optimizer.step()
+        with _unnoticed():
+            ready.optimizer.step()
+            increment_version([self._context.parameters[i] for i in ready.indices])
         done = time.perf_counter_ns()
         self.announce(bucket, ready.indices)
         trace = self._context.trace
@@ -64,7 +78,9 @@ class Updater:
         for index in indices:
             self.generations[self._context.names[index]] += 1
         if indices and self._context.events.wants(TensorUpdated):
-            self._context.events.publish(self._event(bucket, indices))
+            with _unnoticed():
+                event = self._event(bucket, indices)
+            self._context.events.publish(event)
 
     def _event(self, bucket: int, indices: Sequence[int]) -> TensorUpdated:
         context = self._context

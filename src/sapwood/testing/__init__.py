@@ -1,6 +1,7 @@
 """Help for testing training code, ours or a user's.
 
 ranks      run a function on N real ranks, and look at what each of them experienced
+machines   network namespaces as machines, with links of a given rate
 faults     make something go wrong at a named point
 workloads  seeded models with data they can learn
 hygiene    what a test may not leave behind

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import wait as wait_for_any
-from typing import Any
 
 from sapwood.errors import RankError, UsageError
 from sapwood.testing import _proc
@@ -24,10 +23,12 @@ _LEFTOVER_GRACE = 2.0
 class Group:
     """N ranks that run from the start of a ``with`` block to its end at the latest."""
 
-    def __init__(self, world: int, launch: Callable[[int], Member], store: Any) -> None:
+    def __init__(
+        self, world: int, launch: Callable[[int], Member], release: Callable[[], None]
+    ) -> None:
         self.world = world
         self._launch = launch
-        self._store = store
+        self._release = release
         self._members: list[Member] = []
 
     def __enter__(self) -> Group:
@@ -103,7 +104,7 @@ class Group:
         return RankError(f"ranks ended but left processes running: {told}", rank=min(left))
 
     def close(self) -> None:
-        """Kill every rank that still runs, with all it started, and release the store."""
+        """Kill every rank that still runs, with all it started, and release where they met."""
         members, self._members = self._members, []
         # Found before anyone is killed: an orphan no longer shows whose child it was.
         doomed = [pid for member in members for pid in member.family()]
@@ -112,7 +113,7 @@ class Group:
         finally:
             for member in members:
                 member.close()
-            self._store = None
+            self._release()
             self._launch = _closed
 
     def _until(self, done: Callable[[], bool], timeout: float) -> None:

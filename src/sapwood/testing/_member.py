@@ -64,7 +64,7 @@ class Member:
     def ask_stacks(self) -> None:
         """Have the rank write the stacks of all its threads, also if it is stopped."""
         if self.started and self.outcome is None:
-            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGUSR2)
             os.kill(self.pid, signal.SIGCONT)
 
     def read_stacks(self) -> str:

@@ -27,19 +27,24 @@ import torch.distributed as dist
 
 from sapwood.errors import UsageError
 from sapwood.testing import _proc
+from sapwood.testing._netspace import enter
 
 HEADER = struct.Struct("!Q")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a rank is to do. ``call`` is the pickled function with its arguments."""
+    """What a rank is to do. ``call`` is the pickled function with its arguments.
+
+    ``namespace`` is the path of the network namespace to do it in, if not the parent's.
+    """
 
     call: bytes
     env: Mapping[str, str]
     cwd: str
     threads: int
     init: bool
+    namespace: str | None = None
 
 
 class _Wire:
@@ -100,7 +105,8 @@ def _settle(stacks: Connection) -> None:
     os.setsid()
     _follow_parent()
     faulthandler.enable(file=stacks.fileno())
-    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
+    # Not SIGUSR1, which asks a run to stop.
+    faulthandler.register(signal.SIGUSR2, file=stacks.fileno(), all_threads=True)
 
 
 def _follow_parent() -> None:
@@ -119,6 +125,9 @@ def _follow_parent() -> None:
 
 
 def _run(order: Order) -> Any:
+    if order.namespace is not None:
+        # Before any thread or socket: both keep the namespace they were made in.
+        enter(order.namespace)
     os.environ.clear()
     os.environ.update(order.env)
     os.chdir(order.cwd)

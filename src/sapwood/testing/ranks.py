@@ -25,20 +25,18 @@ import multiprocessing.forkserver
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Literal
 
-from torch._C._distributed_c10d import TCPStore
-
 from sapwood.errors import ConfigError, LaunchError
 from sapwood.testing._group import Group
+from sapwood.testing._meeting import Meeting, Store, inherited_env
 from sapwood.testing._member import Member
 from sapwood.testing._rank import Order, main, mark
 from sapwood.testing.outcome import Outcome, failure
@@ -47,7 +45,6 @@ __all__ = ["Group", "Outcome", "mark", "rank", "spawn", "start", "stop_server", 
 
 Env = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 StartMethod = Literal["forkserver", "spawn"]
-Store = Literal["parent", "rank0"]
 
 # The first optimizer a process makes imports torch._dynamo, which takes about as long as torch.
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "sapwood.testing._rank")
@@ -76,6 +73,8 @@ def spawn(
     threads: int = 1,
     init: bool = False,
     cwd: str | Path | None = None,
+    machines: Sequence[int] | None = None,
+    gbit: float | None = None,
     expect_errors: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
@@ -94,13 +93,26 @@ def spawn(
         threads: What each rank gives ``torch.set_num_threads``.
         init: Whether to initialise a gloo process group around ``fn``.
         cwd: The folder ranks run in; the current one by default.
+        machines: How many ranks each of several machines has, in order of ranks: ``[2, 1]`` runs
+            ranks 0 and 1 on one and rank 2 on another. Machines are network namespaces (see
+            ``sapwood.testing.machines``), which need root; without it ``Unavailable`` is raised.
+        gbit: The rate of each machine's link in Gbit/s; not limited by default.
         expect_errors: Return a list of ``Outcome`` and do not raise when a rank fails.
         **kwargs: Given to ``fn``.
 
     Raises:
         RankError: A rank raised, died, left, was not done in time, or left processes behind.
     """
-    options = _Options(env=env, start=start, store=store, threads=threads, init=init, cwd=cwd)
+    options = _Options(
+        env=env,
+        start=start,
+        store=store,
+        threads=threads,
+        init=init,
+        cwd=cwd,
+        machines=machines,
+        gbit=gbit,
+    )
     with _prepare(world, (fn, args, kwargs), options) as group:
         outcomes = group.wait(timeout)
         if expect_errors:
@@ -121,10 +133,21 @@ def start(
     threads: int = 1,
     init: bool = False,
     cwd: str | Path | None = None,
+    machines: Sequence[int] | None = None,
+    gbit: float | None = None,
     **kwargs: Any,
 ) -> Group:
     """Like ``spawn``, but give the running group: use it in a ``with`` block, which ends it."""
-    options = _Options(env=env, start=start, store=store, threads=threads, init=init, cwd=cwd)
+    options = _Options(
+        env=env,
+        start=start,
+        store=store,
+        threads=threads,
+        init=init,
+        cwd=cwd,
+        machines=machines,
+        gbit=gbit,
+    )
     return _prepare(world, (fn, args, kwargs), options)
 
 
@@ -161,6 +184,8 @@ class _Options:
     threads: int
     init: bool
     cwd: str | Path | None
+    machines: Sequence[int] | None
+    gbit: float | None
 
     def env_of(self, number: int) -> Mapping[str, str]:
         return self.env(number) if callable(self.env) else self.env or {}
@@ -170,19 +195,21 @@ def _prepare(world: int, call: tuple[Any, ...], options: _Options) -> Group:
     _check(world, options.store)
     pickled = pickle.dumps(call)
     folder = str(options.cwd if options.cwd is not None else Path.cwd())
-    host = None if options.store == "rank0" else _host_store()
-    port = host.port if host is not None else _free_port()
     context = _context(options.start)
+    meeting = Meeting(world, options.store, options.machines, options.gbit)
 
     def launch(number: int) -> Member:
-        launcher = _launcher_env(number, world, port, agent=host is not None)
-        env = {**_inherited_env(), **launcher, **options.env_of(number)}
-        threads, init = options.threads, options.init
-        return _launch(
-            context, number, Order(call=pickled, env=env, cwd=folder, threads=threads, init=init)
+        order = Order(
+            call=pickled,
+            env={**inherited_env(), **meeting.env(number), **options.env_of(number)},
+            cwd=folder,
+            threads=options.threads,
+            init=options.init,
+            namespace=meeting.namespace(number),
         )
+        return _launch(context, number, order)
 
-    return Group(world, launch, host)
+    return Group(world, launch, meeting.close)
 
 
 def _launch(context: BaseContext, number: int, order: Order) -> Member:
@@ -210,44 +237,6 @@ def _check(world: int, store: str) -> None:
         raise ConfigError(f"world={world}, but a group has at least one rank")
     if store not in ("parent", "rank0"):
         raise ConfigError(f"store={store!r}, but it is 'parent' or 'rank0'")
-
-
-def _launcher_env(number: int, world: int, port: int, *, agent: bool) -> dict[str, str]:
-    env = {
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # Without it gloo looks up the host's name, which need not resolve where tests run.
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    if agent:
-        env |= {
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": "sapwood-testing",
-        }
-    return env
-
-
-def _inherited_env() -> dict[str, str]:
-    # This process may itself have been started by a launcher, which is not the ranks' launcher.
-    return {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-
-
-def _host_store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _from_environment(name: str) -> int:

@@ -73,6 +73,8 @@ def _settle() -> None:
     os.chdir("/")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Meant for the ranks, which save before they stop, but batch systems signal every process.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with suppress(OSError):

@@ -27,20 +27,25 @@ def run(
     restarts: int = 0,
     prefix: Annotated[bool, Parameter(negative="")] = False,
     logs: Path | None = None,
-    grace: int = 10,
+    grace: int | None = None,
 ) -> int:
     """Start the ranks of a script on this machine, or join those of another launcher.
 
     On its own it starts `-n` ranks with torch's elastic launcher, waits for them, and ends every
     process they started, also when it is interrupted or killed. The exit code is that of the first
-    rank that failed. Started by torchrun, srun or mpirun it runs the script in its own process, as
-    the rank that launcher made it. Everything after the script belongs to the script.
+    rank that failed. SIGTERM or SIGUSR1 ask a run to stop: it ends its step on all ranks, saves,
+    and the exit code is 75, "start me again". Sent to a rank, `--restarts` does so at once; sent to
+    `sapwood run`, all ends.
+
+    Started by torchrun, srun or mpirun it runs the script in its own process, as the rank that
+    launcher made it. Everything after the script belongs to the script.
 
     ```
     sapwood run -n 2 train.py --lr 0.1        two ranks on this machine
     sapwood run -n 2 -m mypackage.train       a module instead of a file
     sapwood run -n 4 --prefix train.py        each line shows which rank wrote it
     sapwood run -n 2 --logs logs train.py     also keep what each rank writes
+    sapwood run -n 2 --restarts 3 train.py    start all ranks again when one fails or stops
     srun -N 2 -n 8 sapwood run train.py       a cluster: srun starts the ranks
     mpirun -n 4 sapwood run train.py
     ```
@@ -50,10 +55,11 @@ def run(
         args: Arguments of the script.
         ranks: How many ranks to start (one if not given).
         module: Run a module, as `python -m` does.
-        restarts: How often to start all ranks again after one failed.
+        restarts: How often to start all ranks again after one failed or stopped.
         prefix: Put the rank before each line the ranks write.
         logs: Keep what each rank writes in files below this folder.
-        grace: Seconds between asking ranks to end and killing them.
+        grace: Seconds between asking ranks to end and killing them (10 if not given, and more for
+            a run that saves first: twice its stop_timeout, for the step and for saving).
     """
     what = Script(target=script, args=args, module=module)
     if _joined(ranks):

@@ -12,7 +12,8 @@ from sapwood.cli.folders import RunInfo, as_tree, list_runs
 
 __all__ = ["runs"]
 
-_COLOURS = {"running": "green", "failed": "red", "died": "red", "damaged": "yellow"}
+_COLOURS = {"running": "green", "failed": "red", "died": "red"}
+_COLOURS |= dict.fromkeys(("stopped", "damaged"), "yellow")
 
 
 def runs(
@@ -23,8 +24,9 @@ def runs(
 ) -> None:
     """List the runs of a folder, each below the run it was forked from.
 
-    A run is *running*, *ended*, *failed* (it said so itself), *died* (it says running, but its
-    process is gone from this machine) or *damaged* (its folder cannot be read; the reason follows).
+    A run is *running*, *ended*, *stopped* (it was asked to, by a signal or its time limit, and
+    says what it saved), *failed* (it said so itself), *died* (it says running, but its process is
+    gone from this machine) or *damaged* (its folder cannot be read; the reason follows).
 
     ```
     sapwood runs                 the runs under runs/

@@ -15,6 +15,7 @@ from sapwood.errors import ConfigError
 from sapwood.testing.workloads.base import Workload
 from sapwood.testing.workloads.convnets import densenet121, resnet50, resnet152
 from sapwood.testing.workloads.dense import mlp, nt3
+from sapwood.testing.workloads.emulated import emulated
 from sapwood.testing.workloads.language import transformer
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Workload",
     "by_name",
     "densenet121",
+    "emulated",
     "mlp",
     "nt3",
     "resnet50",
@@ -30,7 +32,8 @@ __all__ = [
 ]
 
 _MAKERS: dict[str, Callable[..., Workload]] = {
-    maker.__name__: maker for maker in (densenet121, mlp, nt3, resnet50, resnet152, transformer)
+    maker.__name__: maker
+    for maker in (densenet121, emulated, mlp, nt3, resnet50, resnet152, transformer)
 }
 
 NAMES = tuple(_MAKERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -47,6 +47,21 @@ class Content:
             raise CheckpointError(f"checkpoint {checkpoint.id} has gaps: {'; '.join(missing)}")
         self._parts = _parts(checkpoint)
         self._open: dict[tuple[str, int], StoredShard] = {}
+
+    def tied(self) -> dict[Key, Entry]:
+        """Further names of the model's tied tensors, and the entry each stands for."""
+        names = self.record.extras.get("tied", {})  # checkpoints of older versions have none
+        known = self.catalog.by_key
+        return {
+            ("model", other): known["model", name]
+            for other, name in names.items()
+            if ("model", name) in known and ("model", other) not in known
+        }
+
+    def with_tied(self) -> Catalog:
+        """The catalog with every name a state dict has; a tied tensor is in it once per name."""
+        more = (replace(entry, name=key[1]) for key, entry in self.tied().items())
+        return Catalog((*self.catalog.entries, *more))
 
     def blocks(self, key: Key) -> Iterator[memoryview]:
         """A tensor's bytes in order; a block is valid until the next one.

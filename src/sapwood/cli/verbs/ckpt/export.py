@@ -36,8 +36,10 @@ def export(
 
     A `.safetensors` file is written without loading torch and needs little memory. A `.pt` file is
     what `torch.save(model.state_dict())` writes; with `--optimizer` it is a dictionary of `model`,
-    `optimizer` (state by parameter name, and the settings of the groups) and `step`. All that is
-    read is verified; a file that exists is never overwritten.
+    `optimizer` (state by parameter name, and the settings of the groups) and `step`. Either loads
+    strictly into the model it came from: tied weights are there under each of their names, in a
+    `.safetensors` file with a copy for each. All that is read is verified; a file that exists is
+    never overwritten.
 
     ```
     sapwood ckpt export latest model.safetensors
@@ -59,7 +61,7 @@ def export(
         raise ConfigError(f"{out} exists and is never overwritten; choose another name")
     files = ("model", "optimizer") if optimizer else ("model",)
     with Content(find_one(checkpoint, place)) as content:
-        chosen = choose(content.catalog, tensors, files)
+        chosen = choose(content.with_tied(), tensors, files)
         with progress("exporting", sum(e.nbytes for e in chosen)) as advance, _draft(out) as draft:
             write = _write_torch if out.suffix in _TORCH else _write_safetensors
             write(content, chosen, draft, advance, with_optimizer=optimizer)
@@ -93,7 +95,8 @@ def _write_safetensors(
     with_optimizer: bool,
 ) -> None:
     layout = FileLayout(draft.stem, chosen)
-    sources = {entry.name: entry.key for entry in chosen}
+    tied = content.tied()
+    sources = {e.name: tied[e.key].key if e.key in tied else e.key for e in chosen}
     with Files().create(draft) as writer:
         writer.write_at(0, layout.header)
         for entry in layout.entries:
@@ -116,8 +119,13 @@ def _write_torch(
 
     model: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
+    tied = content.tied()
+    read: dict[tuple[str, str], Any] = {}  # tied names share one tensor, as in a state dict
     for entry in chosen:
-        tensor = _tensor(content.read(entry.key), entry)
+        source = tied.get(entry.key, entry)
+        if source.key not in read:
+            read[source.key] = _tensor(content.read(source.key), source)
+        tensor = read[source.key]
         if entry.file == "model":
             model[entry.name] = tensor
         else:

@@ -1,31 +1,23 @@
-"""Both sides of a fork, for ours and for the peers: who waits for what, and what is timed."""
+"""The donors of a fork, ours and the peers': what they wait for, and what is timed."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from core.rank import Context
 
+from .fork_ablation import ABLATIONS
 from .fork_meeting import WAIT, Turn
-from .fork_training import ForkedSapwood, Fresh, Noting, fresh
+from .fork_orders import ORDERS
+from .fork_training import ForkedSapwood, Noting
 from .fork_ways import Way
-from .training import Workload, state_bytes
 
-ORDERS = {
-    "sapwood": ("deepclone", ""),
-    "sapwood gloo": ("deepclone", "gloo"),
-    "sapwood lazy": ("lazy", ""),
-    "sapwood p2p": ("p2p", ""),
-    "sapwood file": ("file", ""),
-}
-"""Approach and transport that a clone asks for; without one, what is chosen here is memory."""
 FAILED = -1
 
 
@@ -125,7 +117,13 @@ class PeerDonor(Donor):
 class OurDonor(Donor):
     training: ForkedSapwood
 
+    def __init__(self, training: ForkedSapwood, context: Context, name: str) -> None:
+        super().__init__(training, context)
+        self.without = ABLATIONS[ORDERS[name].without]
+        self.turn = contextlib.ExitStack()
+
     def join(self, turn: Turn) -> None:
+        self.turn.enter_context(self.without())
         run = self.training.run
         self.known = len(run.forks)
         self.go(turn, str(run.folder))
@@ -158,75 +156,7 @@ class OurDonor(Donor):
             time.sleep(0.002)
 
     def sent(self) -> int:
-        report = self.report()
-        if report.approach != "file":
-            return int(report.nbytes)
-        alone = self.context.rank == 0
-        return state_bytes(self.training.plain, self.training.optimizer) if alone else 0
-
-
-class Clone(ABC):
-    def __init__(self, workload: Workload, context: Context) -> None:
-        self.workload, self.context = workload, context
-
-    def build(self) -> Fresh:
-        return fresh(self.workload)
-
-    @abstractmethod
-    def receive(self, state: Fresh, turn: Turn) -> None:
-        """From ``go`` until this clone could train."""
+        return int(self.report().nbytes)
 
     def end(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-class PeerClone(Clone):
-    def __init__(self, workload: Workload, context: Context, way: Way) -> None:
-        super().__init__(workload, context)
-        self.way = way
-
-    def build(self) -> Fresh:
-        return super().build().with_optimizer_state()
-
-    def receive(self, state: Fresh, turn: Turn) -> None:
-        turn.hear("go")
-        self.way.post(state, turn)
-        turn.count("posted", self.context.world)
-        self.way.take(state, turn)
-
-    def end(self) -> None:
-        self.way.end()
-
-    def close(self) -> None:
-        self.way.close()
-
-
-class OurClone(Clone):
-    def __init__(self, workload: Workload, context: Context, name: str) -> None:
-        super().__init__(workload, context)
-        self.approach, self.transport = ORDERS[name]
-        self.run: Any = None
-
-    def receive(self, state: Fresh, turn: Turn) -> None:
-        import sapwood
-        from sapwood.clone.door import Address
-        from sapwood.clone.order import ENV, ForkOrder
-
-        address = Address.read(Path(turn.hear("go")))
-        order = ForkOrder(address=address, approach=self.approach, transport=self.transport)
-        os.environ[ENV] = order.encode()
-        try:
-            self.run = sapwood.Run(
-                state.model, state.optimizer, folder=self.context.scratch / "clones", trace=False
-            )
-        finally:
-            del os.environ[ENV]
-        self.run.wait_ready()
-
-    def end(self) -> None:
-        if self.run is not None:
-            self.run.close()
-            self.run = None
+        self.turn.close()

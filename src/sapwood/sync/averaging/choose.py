@@ -1,0 +1,60 @@
+"""Which way of averaging a group uses: agreed once, by all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sapwood.errors import ConfigError
+from sapwood.runtime.group import Group
+from sapwood.runtime.machines import Machines, find_machines
+from sapwood.sync.averaging.base import Averager
+from sapwood.sync.averaging.direct import DirectAverager
+from sapwood.sync.averaging.node import NodeAverager
+
+__all__ = ["Averaging", "choose_averager"]
+
+Wanted = Literal["auto", "direct", "node"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaging:
+    """The chosen way, and why."""
+
+    averager: Averager
+    machines: Machines | None
+    """Who shares a machine; None where nobody asked."""
+    reason: str
+
+
+def choose_averager(group: Group, wanted: Wanted) -> Averaging:
+    """The averager for ``group``; a wish is fulfilled or refused.
+
+    Raises:
+        ConfigError: ``node`` was asked for, and is not possible.
+    """
+    if group.world == 1 or wanted == "direct":
+        reason = "asked for" if group.world > 1 else "one rank has nothing to average"
+        return _direct(group, None, reason)
+    if group.device.type != "cpu":
+        if wanted == "node":
+            raise ConfigError(
+                f"averaging='node' sums in the machine's memory, but the model is on "
+                f"{group.device.type}, whose own library does that better; use 'auto' or 'direct'"
+            )
+        return _direct(group, None, f"{group.device.type} has its own way inside a machine")
+    machines, links, problem = find_machines(group)
+    if wanted == "auto" and not machines.shared:
+        links.close()
+        return _direct(group, machines, problem or "no two ranks share a machine")
+    if problem:
+        raise ConfigError(
+            f"averaging='node' is not possible: {problem}; use averaging='direct', or see that the "
+            "ranks of a machine run as one user in one network namespace"
+        )
+    averager = NodeAverager(group, machines, links)
+    return Averaging(averager=averager, machines=machines, reason=str(machines))
+
+
+def _direct(group: Group, machines: Machines | None, reason: str) -> Averaging:
+    return Averaging(averager=DirectAverager(group), machines=machines, reason=reason)

@@ -1,0 +1,333 @@
+"""Averaging through the memory of each machine, with one contribution per machine on the wire.
+
+    rank: gradients ─> contribution (shared memory) ─> POSTED to the other ranks of the machine
+    all posted ─> each lane's rank adds up its slice of all contributions, into the shared average
+    several machines: the lane's ranks, one per machine, all-reduce that slice over the network
+    ─> SUMMED to the other ranks ─> all slices there: the average is complete
+
+Summing has a thread of its own. On the thread that updates weights, one subscriber that holds a
+bucket would keep every rank of the machine from averaging the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sapwood.buffers import Arena
+from sapwood.errors import PeerFailed
+from sapwood.runtime.group import Group
+from sapwood.runtime.machines import Links, Machines
+from sapwood.runtime.worker import Worker
+from sapwood.sync.averaging.base import BucketMemory
+from sapwood.sync.averaging.messages import Kind, Message
+from sapwood.sync.averaging.neighbours import Neighbours
+from sapwood.sync.averaging.slices import add_up, cut
+from sapwood.sync.averaging.table import Table
+
+__all__ = ["NodeAverager"]
+
+_ALIGNED = 4096  # buckets begin on pages of their own, which a rank can place near itself
+_POLL = 1.0
+
+
+class NodeAverager:
+    """Owns the links to the machine's other ranks, the shared memory and the summing thread."""
+
+    name = "node"
+
+    def __init__(self, group: Group, machines: Machines, links: Links) -> None:
+        """All ranks make it together: lanes are communicators of their own."""
+        self._group = group
+        self._members = machines.of_rank(group.rank)
+        self._me = self._members.index(group.rank)
+        self._lanes = machines.lanes
+        lanes = [machines.lane(n) for n in range(self._lanes)]
+        wires = [group.subgroup(ranks) for ranks in lanes] if len(machines.ranks) > 1 else []
+        self._wire = wires[self._me] if wires and self._me < self._lanes else None
+        self._layout = 0
+        self._layouts: dict[int, _Layout] = {}
+        self._changed = threading.Condition()
+        self._failure: Exception | None = None
+        self._outbox = Worker("sapwood-lane") if self._wire is not None else None
+        self._neighbours = Neighbours(links, self._received, self._progress, self._lost)
+
+    def lay_out(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[BucketMemory]:
+        """Make this rank's memory, exchange descriptors, and map everybody's."""
+        self._layout += 1
+        number = self._layout
+        spec = _Spec.of(sizes)
+        mine = Arena(spec.nbytes, label="contribution", touch=False)
+        with self._changed:
+            layout = self._layout_of(number)
+            layout.memory[self._me] = mine
+            if self._me == 0:
+                layout.result = Arena(spec.nbytes, label="average", touch=False)
+            # Messages of the layout before are behind every rank: it posted to the new one.
+            for old in [n for n in self._layouts if n < number]:
+                del self._layouts[old]
+        what = "exchanging shared memory"
+        self._tell(Message(Kind.CONTRIBUTION, number, descriptor=mine.fd), what)
+        if layout.result is not None and self._me == 0:
+            self._tell(Message(Kind.RESULT, number, descriptor=layout.result.fd), what)
+        self._wait(lambda: layout.exchanged(len(self._members)), what)
+        return layout.map(spec, self._me, self._lanes)
+
+    def launch(self, bucket: int, step: int, what: str) -> _NodePending:
+        """Post this rank's contribution."""
+        layout = self._layouts[self._layout]
+        pending = _NodePending(self, layout, bucket, step, what)
+        with self._changed:
+            layout.table.posted(bucket, self._me, step)
+            layout.open[bucket] = pending
+            wake = layout.table.can_sum(bucket, step)
+        self._tell(Message(Kind.POSTED, self._layout, bucket, self._me, step), what)
+        if wake:  # else the last neighbour's message will
+            self._neighbours.wake()
+        return pending
+
+    def close(self) -> None:
+        """Take leave, end the threads, give the memory back."""
+        self._neighbours.close(Message(Kind.LEAVING))
+        if self._outbox is not None:
+            self._outbox.close(1.0)
+        for layout in self._layouts.values():
+            layout.release()
+        self._layouts.clear()
+
+    # -- on the summing thread -----------------------------------------------------------------
+
+    def _received(self, rank: int, message: Message) -> None:
+        member = self._members.index(rank)
+        with self._changed:
+            if message.layout < self._layout:
+                if message.descriptor >= 0:
+                    Arena.attach(message.descriptor).close()
+                return
+            layout = self._layout_of(message.layout)
+            if message.kind is Kind.CONTRIBUTION:
+                layout.memory[member] = Arena.attach(message.descriptor)
+                self._changed.notify_all()
+            elif message.kind is Kind.RESULT:
+                layout.result = Arena.attach(message.descriptor)
+                self._changed.notify_all()
+            elif message.kind is Kind.POSTED:
+                layout.table.posted(message.bucket, member, message.step)
+            elif message.kind is Kind.SUMMED:
+                layout.table.summed(message.bucket, message.lane, message.step)
+                self._settle(layout, message.bucket)
+
+    def _progress(self) -> None:
+        """Sum every bucket that all ranks of the machine have posted, in the order of launches."""
+        while True:
+            with self._changed:
+                layout = self._layouts.get(self._layout)
+                pending = None if layout is None else layout.next_to_sum()
+            if layout is None or pending is None:
+                return
+            if self._me < self._lanes:
+                self._sum(layout, pending)
+
+    def _sum(self, layout: _Layout, pending: _NodePending) -> None:
+        slices = layout.slices[pending.bucket]
+        add_up(slices.parts, slices.out)
+        if self._wire is None or self._outbox is None:
+            self._announce(layout, pending)
+            return
+        work = self._group.all_reduce(slices.out, pending.what, group=self._wire)
+
+        def arrived() -> None:
+            try:
+                work.wait()
+            except PeerFailed as error:
+                self._fail(error)
+                return
+            self._announce(layout, pending)
+
+        self._outbox.submit(arrived)
+
+    def _announce(self, layout: _Layout, pending: _NodePending) -> None:
+        """My slice is complete."""
+        message = Message(Kind.SUMMED, self._layout, pending.bucket, self._me, pending.step)
+        self._tell(message, pending.what)
+        with self._changed:
+            layout.table.summed(pending.bucket, self._me, pending.step)
+            self._settle(layout, pending.bucket)
+
+    def _settle(self, layout: _Layout, bucket: int) -> None:
+        pending = layout.open.get(bucket)
+        if pending is not None and layout.table.complete(bucket, pending.step):
+            del layout.open[bucket]
+            pending.done.set()
+
+    def _lost(self, rank: int, error: Exception) -> None:
+        self._fail(error)
+
+    # -- both sides ----------------------------------------------------------------------------
+
+    def _layout_of(self, number: int) -> _Layout:
+        if number not in self._layouts:
+            self._layouts[number] = _Layout(len(self._members), self._lanes)
+        return self._layouts[number]
+
+    def _tell(self, message: Message, what: str) -> None:
+        try:
+            self._neighbours.tell(message, self._group.timeout)
+        except TimeoutError as error:
+            raise self._group.silent(what) from error
+        except OSError as error:
+            raise self._group.explain(what, error) from error
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            for layout in self._layouts.values():
+                for pending in layout.open.values():
+                    pending.done.set()
+            self._changed.notify_all()
+
+    def _wait(self, ready: object, what: str) -> None:
+        assert callable(ready)
+        deadline = time.monotonic() + self._group.timeout
+        with self._changed:
+            while not ready():
+                self.check(what, deadline)
+                self._changed.wait(_POLL)
+
+    def check(self, what: str, deadline: float, missing: str = "") -> None:
+        """Raise what is known to be wrong, or that the time is up."""
+        if isinstance(self._failure, PeerFailed):
+            raise self._failure
+        if self._failure is not None:
+            raise self._group.explain(what, self._failure) from self._failure
+        self._group.check_peers(what)
+        if time.monotonic() > deadline:
+            raise self._group.silent(what + missing)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds a silent peer is waited for."""
+        return self._group.timeout
+
+    @property
+    def failure(self) -> Exception | None:
+        """What went wrong, if something did."""
+        return self._failure
+
+    def named(self, members: Sequence[int]) -> str:
+        """Ranks, for people."""
+        return ", ".join(str(self._members[m]) for m in members)
+
+
+class _NodePending:
+    """A bucket being averaged in memory."""
+
+    def __init__(
+        self, owner: NodeAverager, layout: _Layout, bucket: int, step: int, what: str
+    ) -> None:
+        self._owner = owner
+        self._layout = layout
+        self.bucket = bucket
+        self.step = step
+        self.what = what
+        self.summing = False
+        self.done = threading.Event()
+
+    def wait(self) -> None:
+        """Wait for all slices; see ``Pending``."""
+        deadline = time.monotonic() + self._owner.timeout
+        while not self.done.wait(_POLL) or self._owner.failure is not None:
+            self._owner.check(self.what, deadline, self._missing())
+            if self.done.is_set() and self._owner.failure is None:
+                return
+
+    def _missing(self) -> str:
+        posted, summed = self._layout.table.missing(self.bucket, self.step)
+        if posted:
+            return f" (nothing from rank {self._owner.named(posted)} on this machine)"
+        return f" (no sum from rank {self._owner.named(summed)} of this machine)" if summed else ""
+
+
+class _Spec:
+    """Where each bucket lies in a rank's memory: the same for every rank."""
+
+    def __init__(self, sizes: Sequence[tuple[int, torch.dtype]], offsets: list[int], nbytes: int):
+        self.sizes = list(sizes)
+        self.offsets = offsets
+        self.nbytes = nbytes
+
+    @classmethod
+    def of(cls, sizes: Sequence[tuple[int, torch.dtype]]) -> _Spec:
+        offsets, total = [], 0
+        for length, dtype in sizes:
+            offsets.append(total)
+            total += -(-length * dtype.itemsize // _ALIGNED) * _ALIGNED
+        return cls(sizes, offsets, total)
+
+    def view(self, arena: Arena, bucket: int) -> Tensor:
+        length, dtype = self.sizes[bucket]
+        start = self.offsets[bucket]
+        raw = arena.bytes[start : start + length * dtype.itemsize]
+        return torch.from_numpy(raw).view(dtype)
+
+
+class _Slices:
+    """This rank's slice of one bucket: of every contribution, and of the average."""
+
+    __slots__ = ("out", "parts")
+
+    def __init__(self, parts: list[Tensor], out: Tensor) -> None:
+        self.parts = parts
+        self.out = out
+
+
+class _Layout:
+    """The memory of all ranks of the machine for one layout of buckets."""
+
+    def __init__(self, members: int, lanes: int) -> None:
+        self.table = Table(members, lanes)
+        self.memory: dict[int, Arena] = {}
+        self.result: Arena | None = None
+        self.slices: list[_Slices] = []
+        self.open: dict[int, _NodePending] = {}
+        """Buckets that were launched and have no average yet, in the order of launches."""
+
+    def exchanged(self, members: int) -> bool:
+        return len(self.memory) == members and self.result is not None
+
+    def map(self, spec: _Spec, me: int, lanes: int) -> list[BucketMemory]:
+        assert self.result is not None
+        made = []
+        for bucket, (length, dtype) in enumerate(spec.sizes):
+            contribution = spec.view(self.memory[me], bucket)
+            average = spec.view(self.result, bucket)
+            contribution.zero_()
+            if me < lanes:
+                mine = cut(length, dtype.itemsize, lanes)[me]
+                everybody = [spec.view(self.memory[m], bucket) for m in sorted(self.memory)]
+                # A tensor of its own: sums must not move the version counter of ``average``,
+                # which tells whether the user has changed a gradient.
+                out = spec.view(self.result, bucket)[mine]
+                self.slices.append(_Slices([c[mine] for c in everybody], out))
+                out.zero_()
+            made.append(BucketMemory(contribution=contribution, average=average))
+        return made
+
+    def next_to_sum(self) -> _NodePending | None:
+        for pending in self.open.values():
+            if pending.summing:
+                continue
+            if not self.table.can_sum(pending.bucket, pending.step):
+                return None
+            pending.summing = True
+            return pending
+        return None
+
+    def release(self) -> None:
+        self.slices.clear()
+        for arena in (*self.memory.values(), *([self.result] if self.result else [])):
+            arena.close()

@@ -1,0 +1,71 @@
+"""What ``p.grad`` is in layer-wise mode: the average, to look at but not to change.
+
+The weight is updated with the average before anybody can change it, so a change would be ignored.
+It is noticed instead: by the version counter, and, where ``.data`` goes around that, by comparing
+with a copy that is taken only if ``.data`` is used. Looking at a gradient whose average is still on
+its way waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sapwood.sync.guard import in_backward
+
+__all__ = ["AveragedGradient", "changed_behind", "forget", "present_as"]
+
+_off = torch._C.DisableTorchFunctionSubclass
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class AveragedGradient(Tensor):
+    """A gradient that belongs to the engine; results of operations on it are plain tensors."""
+
+    _settle: Callable[[], None] | None = None
+    """Waits until the average is there."""
+    _before: Tensor | None = None
+    """The values when ``.data`` was first used."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Wait for the average, then do what was asked."""
+        first = args[0] if args else None
+        # Inside back-propagation the average may need what is still to come.
+        if isinstance(first, AveragedGradient) and not in_backward():
+            if first._settle is not None:
+                first._settle()
+            if function == _DATA and first._before is None:
+                with _off():
+                    first._before = first.clone(memory_format=torch.contiguous_format)
+        with _off():
+            return function(*args, **(kwargs or {}))
+
+
+def present_as(gradient: Tensor, settle: Callable[[], None] | None) -> Tensor:
+    """Turn ``gradient`` into one that belongs to the engine, in place."""
+    gradient.__class__ = AveragedGradient
+    gradient._settle = settle  # type: ignore[attr-defined]
+    return gradient
+
+
+def changed_behind(gradient: Tensor | None) -> bool:
+    """Whether the values were changed through ``.data``."""
+    before = getattr(gradient, "_before", None)
+    if before is None or gradient is None:
+        return False
+    with _off():
+        now = gradient.contiguous()
+        # As bytes: a NaN that stayed is no change.
+        return not torch.equal(now.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
+
+
+def forget(gradient: Tensor | None) -> None:
+    """Drop the copy."""
+    if getattr(gradient, "_before", None) is not None:
+        gradient._before = None  # type: ignore[union-attr]
