@@ -70,7 +70,8 @@ def judge(case: Case, engine: str, facts: dict[str, Any]) -> str | None:
     if engine in case.refused:
         named = error["type"] == "PeerFailed" or re.search(case.refused[engine], error["text"])
         return None if error["own"] and named else text
-    return None if engine in case.may_refuse and error["own"] else text
+    told = error["own"] or (case.may_raise and re.search(case.may_raise, error["text"]))
+    return None if engine in case.may_refuse and told else text
 
 
 def difference(facts: dict[str, Any]) -> str | None:
