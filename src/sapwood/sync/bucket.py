@@ -23,7 +23,7 @@ __all__ = ["Bucket", "Slot"]
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("bucket", "filled", "given", "gradient", "index", "name", "parameter")
+    __slots__ = ("bucket", "filled", "given", "gradient", "index", "name", "parameter", "place")
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter, bucket: Bucket) -> None:
         """``index`` is the parameter's place in registration order."""
@@ -35,6 +35,8 @@ class Slot:
         """The place of this rank's gradient in the contribution."""
         self.gradient: Tensor | None = None
         """What ``p.grad`` is once the bucket was launched: the place of the average."""
+        self.place = 0
+        """The address of ``gradient``: assigning to ``p.grad.data`` moves it elsewhere."""
         self.filled = False
 
 
@@ -62,6 +64,7 @@ class Bucket:
         self._scale = 1.0 / world
         self._memory: BucketMemory | None = None
         self._private = True
+        self._settle: Callable[[], None] | None = None
         self._flags: Tensor | None = None
         self._summed_flags: Tensor | None = None
         self._versions: list[int] = []
@@ -100,12 +103,19 @@ class Bucket:
         end = self._end()
         self._flags = memory.contribution[end:]
         self._summed_flags = memory.average[end:]
-        shown = memory.contribution if private else memory.average
+        self._settle = settle
         for slot, offset in zip(self.slots, self._offsets(), strict=True):
             slot.given = _like(memory.contribution, offset, slot.parameter)
-            slot.gradient = _like(shown, offset, slot.parameter)
-            if not private:
-                present_as(slot.gradient, settle)
+            self._show(slot, offset)
+
+    def _show(self, slot: Slot, offset: int) -> None:
+        """Make what ``p.grad`` will be."""
+        assert self._memory is not None
+        shown = self._memory.contribution if self._private else self._memory.average
+        slot.gradient = _like(shown, offset, slot.parameter)
+        slot.place = slot.gradient.data_ptr()
+        if not self._private:
+            present_as(slot.gradient, self._settle)
 
     def reset(self) -> None:
         """Make ready for the next backward."""
@@ -144,8 +154,8 @@ class Bucket:
             gradient = slot.parameter.grad
             if gradient is not None:
                 _check_usable(slot, gradient)
-                if not self._private:
-                    present_as(gradient, None)
+                slot.place = gradient.data_ptr()
+                slot.gradient = gradient if self._private else present_as(gradient, None)
 
     def alone(self, *, private: bool) -> None:
         """Work on one rank, in the memory autograd makes; ``private`` as in ``use``."""
@@ -194,11 +204,9 @@ class Bucket:
             return True
         for slot in self.present:
             gradient = slot.parameter.grad
-            if gradient is None:
-                continue
-            if slot.gradient is not None and gradient is not slot.gradient:
+            if gradient is None or gradient is not slot.gradient:
                 return True
-            if changed_behind(gradient):
+            if _address(gradient) != slot.place or changed_behind(gradient):
                 return True
         return False
 
@@ -210,9 +218,14 @@ class Bucket:
 
     def clear(self) -> None:
         """Drop the gradients of this step."""
-        for slot in self.slots:
-            forget(slot.gradient)
+        for position, slot in enumerate(self.slots):
             slot.parameter.grad = None
+            if self._memory is None:
+                slot.gradient = None
+            elif slot.gradient is not None and _address(slot.gradient) != slot.place:
+                self._show(slot, self._offsets()[position])  # somebody assigned to its .data
+            else:
+                forget(slot.gradient)
 
     def _offsets(self) -> list[int]:
         found, offset = [], 0
@@ -227,6 +240,11 @@ class Bucket:
         if not self.slots:
             return 0
         return self._offsets()[-1] + _elements(self.slots[-1].parameter)
+
+
+def _address(gradient: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient.data_ptr()
 
 
 def _elements(parameter: Tensor) -> int:

@@ -24,10 +24,10 @@ from sapwood.sync.base import Context, StepOutcome, SyncStats
 from sapwood.sync.buffers import BufferSync
 from sapwood.sync.deferred import apply_all
 from sapwood.sync.gradients import changed_behind, present_as
-from sapwood.sync.guard import BackwardGuard, in_backward
+from sapwood.sync.guard import BackwardGuard, in_backward, nested
 from sapwood.sync.optim import OptimizerView
-from sapwood.sync.reads import WeightReads, can_watch
-from sapwood.sync.updates import Ready, Updater
+from sapwood.sync.reads import WeightReads
+from sapwood.sync.updates import Ready, Updater, option_changed, weight_changed
 
 __all__ = ["Ddp"]
 
@@ -43,23 +43,24 @@ class Ddp:
         self._wrapped = DistributedDataParallel(
             context.model,
             process_group=context.group.process_group,
-            forward_sync_buffers=settings.broadcast_buffers,
+            broadcast_buffers=False,  # ours: also when one rank alone evaluates, nobody waits
             gradient_as_bucket_view=True,
             bucket_cap_mb=settings.bucket_mb or 25.0,
         )
         self.model: nn.Module = self._wrapped
         self._index = {id(p): i for i, p in enumerate(context.parameters)}
         self._updater = Updater(context, self.stats)
-        if context.mode == "layerwise" and can_watch(context.model):
-            self._updater.reads = WeightReads(context.names, context.parameters, self._broken)
-        self._buffers = BufferSync(context, local=True)
+        if context.mode == "layerwise":
+            self._updater.reads = WeightReads(context, self._broken)
+        self._buffers = BufferSync(context)
         self._worker = Worker("sapwood-update")
         self._views: dict[tuple[int, ...], OptimizerView] = {}
         self._layout: list[tuple[int, ...]] = []
         self._ready: list[Ready] = []
         self._withheld: list[Ready] = []
         self._late: set[int] = set()
-        self._versions: dict[str, int] = {}
+        self._noted: dict[str, _Noted] = {}
+        self._armed = False
         self._error: BaseException | None = None
         self._in_step = False
         self._in_backward = False
@@ -103,6 +104,8 @@ class Ddp:
 
     def wait(self) -> None:
         """DDP has waited inside backward; this raises what went wrong there."""
+        if self._in_backward and not self._armed and not in_backward():
+            self._end()  # every gradient came from nested backward passes
         self._worker.drain(self._context.settings.timeout)
         self._updater.lane.join()
         if self._error is not None:
@@ -118,6 +121,8 @@ class Ddp:
             self._context.views.after_step()
         else:
             outcome = apply_all(self._context, self._updater, self._ready)
+        self._buffers.launch()
+        self._buffers.wait()
         self._buffers.finish(self._updater.step)
         self._note_layout()
         early = sum(at < self._last_gradient for at in self._updated_at)
@@ -130,7 +135,7 @@ class Ddp:
         self._forward_seen = False
         if self._updater.reads is not None:
             self._updater.reads.end_step()
-        self._updater.step += 1
+        self._updater.end_step()
         return outcome
 
     def close(self) -> None:
@@ -165,17 +170,14 @@ class Ddp:
         views = self._context.views
         option = views.changed_option()
         if option is not None:
-            raise self._broken(
-                f"the optimizer's {option} was changed between backward() and run.step(), but "
-                "weights were updated during backward, with the old value; set it before "
-                "backward(), or use update='deferred'"
-            )
+            raise self._broken(option_changed(option))
+        weight = self._updater.changed_weight()
+        if weight is not None:
+            raise self._broken(weight_changed(weight))
         if not views.keeps_gradients:
             return
         for name, parameter in zip(self._context.names, self._context.parameters, strict=True):
-            version = self._versions.get(name)
-            gradient = parameter.grad
-            if gradient is not None and (gradient._version != version or changed_behind(gradient)):
+            if self._noted[name].changed(parameter):
                 raise self._broken(
                     f"the gradient of {name} was changed after backward(), but its weight was "
                     "updated during backward, with the unchanged one; clip with "
@@ -196,6 +198,9 @@ class Ddp:
     def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._begin()
+        if not self._armed and not nested():
+            self._armed = True
+            BackwardGuard(self._after_ddp, self._aborted).arm()
         group = self._context.group
         flat = bucket.buffer().mul_(1.0 / group.world)
         faults.point("sync.launch", step=self._updater.step, bucket=bucket.index())
@@ -222,12 +227,16 @@ class Ddp:
             )
         self._in_step = self._in_backward = True
         self._context.views.follow()
-        BackwardGuard(self._end, self._aborted).arm()
+        self._armed = False
         reads = self._updater.reads
         if reads is not None:
             self._late = reads.late
             reads.start_backward()
             reads.say_new("is used through detach() or .data")
+
+    def _after_ddp(self) -> None:
+        # DDP ends its part in a callback of its own, which was queued later than ours.
+        BackwardGuard(self._end, self._aborted).arm()
 
     def _end(self) -> None:
         """Backward is over: what waited for it can be updated."""
@@ -237,10 +246,9 @@ class Ddp:
         for ready in self._withheld:
             self._updated_at.append(self._updater.update(ready))
         self._withheld = []
-        self._versions = {}
-        for name, parameter in zip(self._context.names, self._context.parameters, strict=True):
-            if self._context.mode == "layerwise" and parameter.grad is not None:
-                self._versions[name] = present_as(parameter.grad, None)._version
+        if self._context.mode == "layerwise":
+            named = zip(self._context.names, self._context.parameters, strict=True)
+            self._noted = {name: _Noted(parameter) for name, parameter in named}
 
     def _aborted(self) -> None:
         if self._updater.reads is not None:
@@ -315,4 +323,22 @@ class Ddp:
         self.stats.plans += 1
         self._context.events.publish(
             PlanChanged(step=self._updater.step, buckets=self.buckets, reason="DDP's own buckets")
+        )
+
+
+class _Noted:
+    """A gradient as it was when backward ended."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._gradient = parameter.grad
+        self._version = -1
+        if self._gradient is not None:
+            self._version = present_as(self._gradient, None)._version
+
+    def changed(self, parameter: nn.Parameter) -> bool:
+        gradient = parameter.grad
+        if gradient is not self._gradient:
+            return True
+        return gradient is not None and (
+            gradient._version != self._version or changed_behind(gradient)
         )

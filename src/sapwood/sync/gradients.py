@@ -1,9 +1,9 @@
 """What ``p.grad`` is in layer-wise mode: the average, to look at but not to change.
 
 The weight is updated with the average before anybody can change it, so a change would be ignored.
-It is noticed instead: by the version counter, and, where ``.data`` goes around that, by comparing
-with a copy that is taken only if ``.data`` is used. Looking at a gradient whose average is still on
-its way waits for it.
+It is noticed instead: by the version counter and, where ``.data`` or ``.numpy()`` goes around it, by
+comparing with a copy that is taken only if one of them is used. Looking at a gradient whose average
+is still on its way waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from sapwood.sync.guard import in_backward
 __all__ = ["AveragedGradient", "changed_behind", "forget", "present_as"]
 
 _off = torch._C.DisableTorchFunctionSubclass
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+# Ways to the memory that version counters do not see.
+_ALIASES = (
+    Tensor.data.__get__,  # type: ignore[attr-defined]
+    Tensor.data_ptr,
+    Tensor.numpy,
+    Tensor.storage,
+    Tensor.untyped_storage,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+)
 
 
 class AveragedGradient(Tensor):
@@ -28,7 +37,7 @@ class AveragedGradient(Tensor):
     _settle: Callable[[], None] | None = None
     """Waits until the average is there."""
     _before: Tensor | None = None
-    """The values when ``.data`` was first used."""
+    """The values when such an alias was first taken."""
 
     @classmethod
     def __torch_function__(
@@ -40,7 +49,7 @@ class AveragedGradient(Tensor):
         if isinstance(first, AveragedGradient) and not in_backward():
             if first._settle is not None:
                 first._settle()
-            if function == _DATA and first._before is None:
+            if function in _ALIASES and first._before is None:
                 with _off():
                     first._before = first.clone(memory_format=torch.contiguous_format)
         with _off():
@@ -55,7 +64,7 @@ def present_as(gradient: Tensor, settle: Callable[[], None] | None) -> Tensor:
 
 
 def changed_behind(gradient: Tensor | None) -> bool:
-    """Whether the values were changed through ``.data``."""
+    """Whether the values were changed through an alias."""
     before = getattr(gradient, "_before", None)
     if before is None or gradient is None:
         return False

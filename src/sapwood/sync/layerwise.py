@@ -34,9 +34,9 @@ from sapwood.sync.guard import BackwardGuard, in_backward, nested
 from sapwood.sync.members import Members
 from sapwood.sync.order import graph_roots, joint_order, ready_order
 from sapwood.sync.plan import Plan, agree_order, lay_out
-from sapwood.sync.reads import WeightReads, can_watch
+from sapwood.sync.reads import WeightReads
 from sapwood.sync.replan import Replanner
-from sapwood.sync.updates import Updater
+from sapwood.sync.updates import Updater, option_changed, weight_changed
 
 __all__ = ["Layerwise"]
 
@@ -104,8 +104,8 @@ class Layerwise:
             self.model.register_forward_pre_hook(aside(self._before_forward)),
             self.model.register_forward_hook(aside(self._after_forward), always_call=True),
         ]
-        if self._context.mode == "layerwise" and can_watch(self._context.model):
-            self._reads = WeightReads(self._context.names, self._context.parameters, self._broken)
+        if self._context.mode == "layerwise":
+            self._reads = WeightReads(self._context, self._broken)
         self._updater.reads = self._reads
 
     def wait(self) -> None:
@@ -139,7 +139,7 @@ class Layerwise:
             self._reads.end_step()
         self._phase = _Phase.IDLE
         self._forward_seen = False
-        self._updater.step += 1
+        self._updater.end_step()
         return outcome
 
     def close(self) -> None:
@@ -173,7 +173,10 @@ class Layerwise:
             self.wait()  # weights must not change under a forward
         if not torch.is_grad_enabled():
             return
+        if self._members.frozen():  # another Run trains through this model
+            return
         self._follow_membership()
+        self._be_last()
         self._forward_seen = True
         if self._reads is not None:
             self._reads.start_forward()
@@ -184,7 +187,7 @@ class Layerwise:
             return
         if self._reads is not None:
             self._reads.end_forward()
-        if not torch.is_grad_enabled() or output is None:
+        if not torch.is_grad_enabled() or output is None or self._members.frozen():
             return
         self._forward_end = time.perf_counter_ns()
         self._trace_span("forward", self._forward_start, self._forward_end)
@@ -398,7 +401,10 @@ class Layerwise:
             self._check_touched(bucket)
         option = context.views.changed_option()
         if option is not None:
-            raise self._broken(_option_changed(option))
+            raise self._broken(option_changed(option))
+        weight = self._updater.changed_weight()
+        if weight is not None:
+            raise self._broken(weight_changed(weight))
         context.views.after_step()
         return StepOutcome(skipped=not any(b.present for b in self._buckets))
 
@@ -469,6 +475,13 @@ class Layerwise:
         self.attach()
         self._plan, self._predicted, self._buckets = None, [], None
 
+    def _be_last(self) -> None:
+        """A hook registered after ours may change the gradient: ours must see what it leaves."""
+        for handle, parameter in zip(self._handles, self._context.parameters, strict=False):
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            if hooks is not None and len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+                hooks.move_to_end(handle.id)
+
     # -- small things ------------------------------------------------------------------------
 
     def _settled_for_reader(self) -> None:
@@ -522,14 +535,6 @@ def _touched(bucket: Bucket) -> str:
         "but weights are updated during backward, with the unchanged one; clip with "
         "Run(clip_grad_norm=...), or use update='deferred' to change gradients between backward() "
         "and run.step()"
-    )
-
-
-def _option_changed(option: str) -> str:
-    return (
-        f"the optimizer's {option} was changed between backward() and run.step(), but weights were "
-        "updated during backward, with the old value; set it before backward(), or use "
-        "update='deferred'"
     )
 
 

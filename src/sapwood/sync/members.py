@@ -22,7 +22,6 @@ class Members:
         """Take note of the parameters as they are now."""
         self._model = model
         self._optimizer = optimizer
-        self._all = list(named_parameters(model).values())
         self._seen = self._signature()
 
     def read(self) -> tuple[list[str], list[nn.Parameter]]:
@@ -76,9 +75,10 @@ class Members:
                 "leave its run.step() out"
             )
 
-    def _signature(self) -> tuple[int, list[bool]]:
-        held = sum(len(group["params"]) for group in self._optimizer.param_groups)
-        return held, [p.requires_grad for p in self._all]
+    def _signature(self) -> list[tuple[int, bool]]:
+        """What the optimizer holds, and what of it is trained."""
+        groups = self._optimizer.param_groups
+        return [(id(p), p.requires_grad) for group in groups for p in group["params"]]
 
 
 def _held_by(optimizer: torch.optim.Optimizer, known: set[int]) -> set[int]:

@@ -22,7 +22,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,33 +30,34 @@ from torch import Tensor, nn
 from sapwood.errors import UsageError
 from sapwood.sync.guard import in_backward
 
-__all__ = ["WeightReads", "can_watch"]
+__all__ = ["WeightReads"]
 
 log = logging.getLogger(__name__)
 
 
-def can_watch(model: nn.Module) -> bool:
-    """Compiled code guards on classes: there only the version counters are left."""
-    return not any(
-        type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None
-        for m in model.modules()
-    )
+def _compiled(model: nn.Module) -> set[int]:
+    """Parameters of compiled modules: their code guards on classes, so theirs must not change."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for parameter in module.parameters()
+    }
 
 
 class WeightReads:
     """Notes which weights of a model are read behind autograd's back."""
 
-    def __init__(
-        self, names: Sequence[str], parameters: Sequence[nn.Parameter], refuse: Refuse
-    ) -> None:
+    def __init__(self, context: Watched, refuse: Refuse) -> None:
         """``refuse`` makes the error for a step that cannot be made right."""
-        self._names = names
-        self._parameters = parameters
+        self._names = context.names
         self._refuse = refuse
-        self._index = {id(p): i for i, p in enumerate(parameters)}
-        self._plain = [type(p) for p in parameters]
-        # A class of its own handling of operations cannot be taken over: never updated early.
-        self._unwatchable = {i for i, kind in enumerate(self._plain) if _watched(kind) is None}
+        self._index = {id(p): i for i, p in enumerate(context.parameters)}
+        aside = _compiled(context.model)  # of these only the version counters are watched
+        plain = {i: (p, type(p)) for i, p in enumerate(context.parameters) if id(p) not in aside}
+        # A class with its own handling of operations cannot be taken over: never updated early.
+        own = {i for i, (_, kind) in plain.items() if _watched(kind) is None}
+        self._watchable = {i: found for i, found in plain.items() if i not in own}
         self._lock = threading.Lock()
         self._sealed: dict[int, bool] = {}
         """Parameters that must not be read now, by index; True if they are updated already."""
@@ -64,7 +65,7 @@ class WeightReads:
         self._forwards = 0
         self._in_forward: set[int] = set()
         self._said: set[int] = set()
-        self.known: set[int] = set(self._unwatchable)
+        self.known: set[int] = own
         """Late in every step."""
 
     @property
@@ -79,11 +80,11 @@ class WeightReads:
         self._forwards += 1
         if self._forwards > 1:
             return
-        for index, parameter in enumerate(self._parameters):
-            watched = _watched(self._plain[index])
-            if watched is not None:
-                _readers[id(parameter)] = self
-                parameter.__class__ = watched
+        for parameter, kind in self._watchable.values():
+            watched = _watched(kind)
+            assert watched is not None
+            _readers[id(parameter)] = self
+            parameter.__class__ = watched
 
     def end_forward(self) -> None:
         """Stop watching."""
@@ -91,8 +92,8 @@ class WeightReads:
             return
         self._forwards -= 1
         if self._forwards == 0:
-            for parameter, plain in zip(self._parameters, self._plain, strict=True):
-                parameter.__class__ = plain
+            for parameter, kind in self._watchable.values():
+                parameter.__class__ = kind
 
     def aliased(self, parameter: Tensor) -> None:
         """Forward has taken an alias that autograd knows nothing of."""
@@ -113,19 +114,20 @@ class WeightReads:
             if not self._sealing:
                 return
             for index in indices:
-                if index in self._unwatchable:
+                if index not in self._watchable:
                     continue
-                parameter = self._parameters[index]
+                parameter, kind = self._watchable[index]
                 self._sealed[index] = updated
                 _readers[id(parameter)] = self
-                parameter.__class__ = _sealed(self._plain[index])
+                parameter.__class__ = _sealed(kind)
 
     def end_backward(self) -> None:
         """Give every parameter its own class again."""
         with self._lock:
             self._sealing = False
             for index in self._sealed:
-                self._parameters[index].__class__ = self._plain[index]
+                parameter, kind = self._watchable[index]
+                parameter.__class__ = kind
             self._sealed.clear()
 
     def end_step(self) -> None:
@@ -152,6 +154,25 @@ class WeightReads:
 
 
 Refuse = Callable[[str], UsageError]
+
+
+class Watched(Protocol):
+    """A model in training."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the trained parameters."""
+        ...
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The trained parameters."""
+        ...
 
 
 def _too_late(name: str) -> str:

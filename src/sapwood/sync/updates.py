@@ -18,7 +18,7 @@ from sapwood.sync.base import Context, SyncStats
 from sapwood.sync.optim import OptimizerView
 from sapwood.sync.reads import WeightReads
 
-__all__ = ["Ready", "Updater"]
+__all__ = ["Ready", "Updater", "option_changed", "weight_changed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ class Updater:
         self.step = 1
         self.generations: Counter[str] = Counter()
         self.lane = Lane(context.group.device)
+        self.versions: dict[int, int] = {}
+        """The version counter of each parameter after its update in this step, by index."""
         self.reads: WeightReads | None = None
         """Told of every update, before it begins."""
         self._context = context
@@ -63,7 +65,10 @@ class Updater:
         start = time.perf_counter_ns()
         with _unnoticed():
             ready.optimizer.step()
-            increment_version([self._context.parameters[i] for i in ready.indices])
+            updated = [self._context.parameters[i] for i in ready.indices]
+            increment_version(updated)
+            versions = (parameter._version for parameter in updated)
+            self.versions.update(zip(ready.indices, versions, strict=True))
         done = time.perf_counter_ns()
         self.announce(bucket, ready.indices)
         trace = self._context.trace
@@ -71,6 +76,19 @@ class Updater:
             trace.complete("update", start, done, lane="update", step=self.step, bucket=bucket)
             trace.instant("tensor_updated", lane="update", step=self.step, bucket=bucket)
         return done
+
+    def changed_weight(self) -> str | None:
+        """The name of a parameter that somebody changed after its update in this step."""
+        parameters = self._context.parameters
+        for index, version in self.versions.items():
+            if parameters[index]._version != version:
+                return self._context.names[index]
+        return None
+
+    def end_step(self) -> None:
+        """Count on to the next step."""
+        self.versions.clear()
+        self.step += 1
 
     def announce(self, bucket: int, indices: Sequence[int]) -> None:
         """Count the update of these parameters and publish it."""
@@ -127,3 +145,21 @@ class Updater:
         """Wait for every hold: before bucket numbers change their meaning."""
         for bucket in list(self._fences):
             self.pass_fence(bucket)
+
+
+def option_changed(option: str) -> str:
+    """The refusal of a hyperparameter that was set too late."""
+    return (
+        f"the optimizer's {option} was changed between backward() and run.step(), but weights were "
+        "updated during backward, with the old value; set it before backward(), or use "
+        "update='deferred'"
+    )
+
+
+def weight_changed(name: str) -> str:
+    """The refusal of a weight that was written too early."""
+    return (
+        f"{name} was changed between backward() and run.step(), but it had been updated during "
+        "backward, so the update would be lost; change weights after run.step(), or use "
+        "update='deferred'"
+    )
