@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from sapwood.errors import ConfigError
+from sapwood.errors import ConfigError, UsageError
+from sapwood.sync.reads import WeightReads
 from sapwood.testing import ranks, workloads
 from sapwood.testing.workloads.emulated import Device
 from sapwood.testing.workloads.presets import PRESETS
@@ -192,6 +193,29 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     work = workloads.emulated(**FAST)
     model = work.model().to(dtype)
     assert {one.dtype for one in gradients_of(work, model)} == {dtype}
+
+
+def test_weights_are_read_as_ordinary_layers_read_them() -> None:
+    """Otherwise the engine would update them all at the end of backward, to be safe."""
+    work = workloads.emulated(**FAST)
+    model = work.model()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    reads = WeightReads(names, parameters, UsageError)
+    x, y = work.batch(0)
+    reads.start_forward()
+    output = model(x)
+    reads.end_forward()
+    reads.start_backward()
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, index=index: reads.seal([index], updated=True)
+        )
+        for index, parameter in enumerate(parameters)
+    ]
+    work.loss(output, y).backward()
+    reads.end_backward()
+    assert reads.late == set()
+    assert len(hooks) == len(parameters)
 
 
 def test_late_wake_ups_do_not_add_up() -> None:

@@ -192,9 +192,12 @@ class _Kernel(torch.autograd.Function):
 
 
 def _corner(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of a parameter that take part in computing: the first in memory, as a square."""
+    """The values of a parameter that take part in computing: the first in memory, as a square.
+
+    Not by ``detach()``: an engine takes that for a read behind autograd's back, which this is not.
+    """
     side = min(_FEATURES, math.isqrt(weight.numel()))
-    return weight.detach().as_strided((side, side), (side, 1)).to(dtype)
+    return weight.as_strided((side, side), (side, 1)).to(dtype)
 
 
 def _mixed(x: Tensor, matrix: Tensor, gain: float) -> Tensor:
