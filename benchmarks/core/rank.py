@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sapwood.testing._proc import die_with_parent
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 MIB = 2**20
 
@@ -105,6 +107,8 @@ def serve(commands: Commands, answer: Callable[[Any], None]) -> None:
 
 
 def main() -> None:
+    # Machines go with the benchmark, and a rank that waits for one would only give up later.
+    die_with_parent()
     descriptor, spec = int(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)

@@ -185,6 +185,26 @@ def test_a_signal_after_the_last_step_changes_nothing(tmp_path: Path) -> None:
     assert json.loads(status.read_text())["state"] == "ended"
 
 
+def fail_or_linger(folder: Path) -> None:
+    with Training(folder, timeout=30).run as run:
+        ranks.mark("ready")
+        if rank() == 1:
+            raise RuntimeError("boom")
+        assert run.rank == 0
+        time.sleep(600)  # a long evaluation
+
+
+def test_a_rank_whose_group_failed_ends_by_the_signal(tmp_path: Path) -> None:
+    """As launchers do it: one rank failed, and the others are told to end."""
+    with ranks.start(fail_or_linger, WORLD, tmp_path) as group:
+        group.wait_mark("ready", 0)
+        group.wait(30, ranks=[1])
+        group.kill(0, signal.SIGTERM)
+        outcomes = group.wait(30)
+    assert outcomes[0].signal == signal.SIGTERM
+    assert outcomes[1].error_type == "RuntimeError"
+
+
 # -- one rank ----------------------------------------------------------------------------------
 
 

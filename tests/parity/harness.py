@@ -95,6 +95,8 @@ class Case:
     """By engine, what the message must hold: here going on would be wrong."""
     may_refuse: tuple[str, ...] = ()
     """Engines that may refuse this with an error of their own, or do it right."""
+    may_raise: str = ""
+    """What an error of PyTorch may say in those engines, where only PyTorch can notice."""
     worlds: tuple[int, ...] = (1, 2)
     settings: dict[str, Any] = field(default_factory=dict)
 

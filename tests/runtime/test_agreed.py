@@ -135,13 +135,15 @@ def test_steps_ahead_are_counted_down() -> None:
 
 def test_a_rank_that_ends_frees_those_that_wait_for_its_promise() -> None:
     store = Store()
-    left, stays = agreed(0, 2, store), agreed(1, 2, store)
+    told = threading.Event()
+    left, stays = agreed(0, 2, store), agreed(1, 2, store, hopeless=told.set)
     left.close()
     stays.ask("late")
     deadline = time.monotonic() + 10
     while stays._promise is None and time.monotonic() < deadline:
         time.sleep(POLL)
     assert stays.reach() is None
+    assert told.wait(10)
     stays.close()
 
 

@@ -213,7 +213,7 @@ FOREIGN: dict[str, tuple[Callable[[], None], str, str]] = {
     "accumulate around backward, engine ddp": (
         accumulate_under_ddp,
         r"accumulate\(\)",
-        r"around (the )?forward|forward too|forward as well|forward and backward|include.*forward",
+        r"forward\b.*(as well|too|inside|around)|(inside|around).*forward\b",
     ),
 }
 

@@ -54,7 +54,7 @@ class AgreedStep:
             what: what is agreed on, for errors.
             when: looked at often, on any thread: a reason to ask, once there is one.
             ahead: how many steps more to leave others time to hear of it before anyone waits.
-            hopeless: called on the thread when the group failed before all had promised.
+            hopeless: called on the thread when a rank failed or left before all had promised.
             poll: seconds between looks at the store.
             timeout: seconds to wait for promises of all ranks; the group's by default.
         """
@@ -177,6 +177,8 @@ class AgreedStep:
                     if round == self._round:
                         self._at = None if text == _NEVER else int(text)
                         settled.set()
+                if text == _NEVER:
+                    self._hopeless()
                 return
             if self._group.board.read(self._group.step) is not None:
                 settled.set()

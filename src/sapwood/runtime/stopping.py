@@ -177,9 +177,9 @@ class Stopping:
         return f"the time limit ({_shown(self._settings)}) is near"
 
     def _give_up(self) -> None:
-        """The group failed, so no step will ever be agreed on: a signal then ends this process.
+        """A rank failed or left, so no step will be agreed on: a signal then ends this process.
 
-        Whoever sent it, a launcher that ends the other ranks of a failed group, expects that.
+        Whoever sent it expects that: most often a launcher that ends the ranks of a failed group.
         """
         if self._signal is None:
             return

@@ -391,7 +391,11 @@ CASES: dict[str, Case] = {
     "input gradients between steps": Case(build=mlp, step=gradient_of_input, by_hand=True),
     "input gradients after the step": Case(build=mlp, step=gradient_after_step),
     "input gradients after backward": Case(
-        build=mlp, step=gradient_after_backward, optimizer=fused, may_refuse=("layerwise", "ddp")
+        build=mlp,
+        step=gradient_after_backward,
+        optimizer=fused,
+        may_refuse=("layerwise", "ddp"),
+        may_raise="modified by an inplace operation",
     ),
     "backward(inputs=...)": Case(build=mlp, step=only_some, by_hand=True, steps=6),
     "hooks on parameters": Case(build=mlp, prepare=tensor_hooks),
