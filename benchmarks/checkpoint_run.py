@@ -30,7 +30,7 @@ BETWEEN_NODES = {"sapwood partner": (2, 4, 8), "sapwood parity": (4, 8)}
 """Numbers of ranks, and so of nodes, with which a tier between nodes is compared."""
 
 
-def sensible(case: Case) -> bool:
+def recorded(case: Case) -> bool:
     """All intervals with two emulated ranks; elsewhere those that say something new."""
     if case["place"] != DISK:
         every = {"200MB/s": 5, "50MB/s": 15}[case["place"]]
@@ -176,6 +176,7 @@ FULL = Plan(
     min_rounds=8,
     max_rounds=8,
     options={"workloads": FULL_SIZES, "steps": STEPS},
+    keep=recorded,
 )
 BENCHMARK = Benchmark(
     name="checkpoint_run",
@@ -186,7 +187,6 @@ BENCHMARK = Benchmark(
     open=open_session,
     quick=QUICK,
     full=FULL,
-    keep=sensible,
     derive=derive_course,
 )
 

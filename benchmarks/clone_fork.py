@@ -20,7 +20,8 @@ FILES = ("file torch.save", "file safetensors")
 P2P = ("p2p gloo", "p2p mpi4py")
 TORCHFT = ("torchft http", "torchft pg")
 # The sizes of DeepClone's models, in MB of weights, which is all the state there is: its optimizers
-# have no momentum. On the cores, weights and momentum of smaller models.
+# have no momentum. From four ranks on all of them together have what two would, because they share
+# the cores. On the cores, weights and momentum of smaller models.
 PAPER = {
     "nt3.a": ("nt3", 60),
     "nt3.b": ("nt3", 110),
@@ -30,7 +31,8 @@ PAPER = {
     "densenet121": ("densenet121", 27),
 }
 EMULATED = {
-    name: {"preset": preset, "mb": mb, "optimizer": "plain"} for name, (preset, mb) in PAPER.items()
+    name: {"preset": preset, "mb": mb, "most_mb_all_ranks": 2 * mb, "optimizer": "plain"}
+    for name, (preset, mb) in PAPER.items()
 }
 FULL_SIZES = {
     "emulated": EMULATED,
@@ -48,29 +50,33 @@ QUICK_SIZES = {
 }
 
 
-def sensible(case: Case) -> bool:
-    """ResNet-50 with every number of ranks, the others with two, each rank on its own machine; one
-    and two machines, and computing on the cores, once per kind of model."""
+STRONGEST = ("file safetensors", "p2p gloo", "torchft pg")
+"""The fastest peer of each kind, which runs in every case."""
+
+
+def possible(case: Case) -> bool:
+    return case["workload"] in FULL_SIZES[case["compute"]]
+
+
+def recorded(case: Case) -> bool:
+    """ResNet-50 with every number of ranks, the others with two, each rank on its own machine; on
+    one machine, ResNet-50 with both kinds of computing."""
     compute, name, ranks, machines = (
         case[axis] for axis in ("compute", "workload", "ranks", "machines")
     )
-    if name not in FULL_SIZES[compute]:
-        return False
-    if compute == "cpu":
-        return ranks == 2 and machines == ONE
     if machines == OWN:
-        return ranks == 2 or name == "resnet50"
-    return name == "resnet50" and ranks == (2 if machines == ONE else 4)
-
-
-def with_variants(case: Case) -> bool:
-    """Our other ways are compared where many tensors and several ranks make them matter."""
-    return case["workload"] == "resnet50" and case["ranks"] in (2, 4) and case["machines"] == OWN
+        return compute == "emulated" and (ranks == 2 or name == "resnet50")
+    return (name, ranks, machines) == ("resnet50", 2, ONE)
 
 
 def fits(name: str, case: Case) -> bool:
+    """All peers with two and four ranks of ResNet-50 on their own machines; our other ways there
+    with four, where many tensors and several ranks make them matter."""
+    several_tensors = case["workload"] == "resnet50" and case["machines"] == OWN
     if name in VARIANTS:
-        return with_variants(case)
+        return several_tensors and case["ranks"] == 4
+    if name in PEERS and name not in STRONGEST:
+        return several_tensors and case["ranks"] in (2, 4)
     return True
 
 
@@ -145,7 +151,10 @@ CONTENDERS = (
         f"else runs; {BLOCKING}; the clones have a share each, not the whole",
     ),
 )
-VARIANTS = {contender.name for contender in CONTENDERS if contender.role == "variant"}
+VARIANTS, PEERS = (
+    {contender.name for contender in CONTENDERS if contender.role == role}
+    for role in ("variant", "peer")
+)
 METRICS = (
     Metric(
         name="overhead",
@@ -294,6 +303,7 @@ QUICK = Plan(
     min_rounds=2,
     max_rounds=2,
     options={"workloads": QUICK_SIZES, "baseline_steps": 2},
+    keep=recorded,
 )
 FULL = Plan(
     axes={
@@ -306,6 +316,7 @@ FULL = Plan(
     min_rounds=8,
     max_rounds=8,
     options={"workloads": FULL_SIZES, "baseline_steps": 2},
+    keep=recorded,
 )
 BENCHMARK = Benchmark(
     name="clone_fork",
@@ -316,7 +327,7 @@ BENCHMARK = Benchmark(
     open=open_session,
     quick=QUICK,
     full=FULL,
-    keep=sensible,
+    keep=possible,
     derive=derive,
 )
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import secrets
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from core import Case, Extra, NotRun, RankGroup
@@ -22,6 +26,13 @@ PLACES = {DISK: None, "200MB/s": 200.0, "50MB/s": 50.0}
 """Where checkpoints go: the folder for temporary files, or a disk that is limited for all."""
 
 
+def remove_named(mark: str) -> None:
+    """What DLRover has named after the group, and leaves behind when a rank fails."""
+    for path in Path("/dev/shm").glob(f"bench-{mark}*"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(Path(tempfile.gettempdir(), "ckpt_sock", f"bench-{mark}"), ignore_errors=True)
+
+
 class CheckpointSession:
     """One workload and number of ranks; all contenders live in the same ranks.
 
@@ -37,12 +48,15 @@ class CheckpointSession:
         self.owned = contextlib.ExitStack()
         try:
             place, wrap = self.enter_place(PLACES[case.get("place", DISK)])
+            mark = secrets.token_hex(8)
+            self.owned.callback(remove_named, mark)
             self.group = RankGroup(
                 MODULE,
                 world=case["ranks"],
                 case=case,
                 options={"model": model, "place": place},
                 wrap=wrap,
+                mark=mark,
             )
             self.owned.callback(self.group.close)
             self.names = self.begin(names)

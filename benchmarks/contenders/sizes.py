@@ -22,7 +22,7 @@ def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
 
     ``optimizer`` is sgd (with momentum) unless the options say adam, or plain (without).
     ``mb_all_ranks`` is divided by the ranks: all of them together then copy and send about as much,
-    however many share the cores.
+    however many share the cores; ``most_mb_all_ranks`` does so only with what ``mb`` exceeds it by.
     """
     compute, name = case["compute"], case["workload"]
     options = dict(sizes[compute][name])
@@ -30,6 +30,9 @@ def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
     together = options.pop("mb_all_ranks", None)
     if together is not None:
         options["mb"] = together / case["ranks"]
+    most = options.pop("most_mb_all_ranks", None)
+    if most is not None:
+        options["mb"] = min(options["mb"], most / case["ranks"])
     if compute == "emulated":
         preset = options.pop("preset", name)
         return {
