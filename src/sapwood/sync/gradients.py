@@ -1,9 +1,9 @@
 """What ``p.grad`` is in layer-wise mode: the average, to look at but not to change.
 
 The weight is updated with the average before anybody can change it, so a change would be ignored.
-It is noticed instead: by the version counter and, where ``.data`` or ``.numpy()`` goes around it, by
-comparing with a copy that is taken only if one of them is used. Looking at a gradient whose average
-is still on its way waits for it.
+It is noticed instead: by the version counter and, where ``.data`` or ``.numpy()`` goes around it,
+by comparing with a copy, which is taken only if one of them is used. Looking at a gradient whose
+average is still on its way waits for it.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class Layerwise:
             self._worker.submit(lambda: self._ready_alone(bucket))
             return
         what = f"averaging bucket {bucket.number} of step {step} ({_shown(bucket)})"
-        pending = self._averager.launch(bucket.number, step, what)
+        pending = self._averager.launch(bucket.number, what)
         self._worker.submit(lambda: self._reduced(bucket, pending, launched))
 
     def _end(self) -> None:
@@ -480,7 +480,7 @@ class Layerwise:
         for handle, parameter in zip(self._handles, self._context.parameters, strict=False):
             hooks: Any = parameter._post_accumulate_grad_hooks
             if hooks is not None and len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                hooks.move_to_end(handle.id)
+                hooks[handle.id] = hooks.pop(handle.id)  # move_to_end changes no order autograd sees
 
     # -- small things ------------------------------------------------------------------------
 

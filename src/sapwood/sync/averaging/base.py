@@ -48,7 +48,7 @@ class Averager(Protocol):
         """Memory for buckets of these lengths, by number; what was laid out before is gone."""
         ...
 
-    def launch(self, bucket: int, step: int, what: str) -> Pending:
+    def launch(self, bucket: int, what: str) -> Pending:
         """Start to sum a bucket whose contribution is complete; ``what`` names it in errors."""
         ...
 

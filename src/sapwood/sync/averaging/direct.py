@@ -30,7 +30,7 @@ class DirectAverager:
             self._buckets.append(BucketMemory(contribution=flat, average=flat))
         return self._buckets
 
-    def launch(self, bucket: int, step: int, what: str) -> Pending:
+    def launch(self, bucket: int, what: str) -> Pending:
         """Start an all-reduce."""
         return self._group.all_reduce(self._buckets[bucket].average, what)
 

@@ -46,7 +46,7 @@ class Message:
     layout: int = 0
     bucket: int = 0
     lane: int = 0
-    step: int = 0
+    round: int = 0
     descriptor: int = -1
 
 
@@ -57,7 +57,7 @@ def send(link: socket.socket, message: Message, timeout: float) -> None:
         DeadlineError: it did not in ``timeout`` seconds: the other process is stopped.
         OSError: the other end is gone.
     """
-    raw = _FORM.pack(message.kind, message.layout, message.bucket, message.lane, message.step)
+    raw = _FORM.pack(message.kind, message.layout, message.bucket, message.lane, message.round)
     descriptors = [message.descriptor] if message.descriptor >= 0 else []
     deadline = time.monotonic() + timeout
     while True:
@@ -89,9 +89,9 @@ def receive(link: socket.socket) -> Message:
     if not raw:
         raise EOFError
     try:
-        kind, layout, bucket, lane, step = _FORM.unpack(raw)
+        kind, layout, bucket, lane, turn = _FORM.unpack(raw)
         descriptor = descriptors[0] if descriptors else -1
-        return Message(Kind(kind), layout, bucket, lane, step, descriptor)
+        return Message(Kind(kind), layout, bucket, lane, turn, descriptor)
     except (struct.error, ValueError):
         for descriptor in descriptors:
             os.close(descriptor)

@@ -77,15 +77,17 @@ class NodeAverager:
         self._wait(lambda: layout.exchanged(len(self._members)), what)
         return layout.map(spec, self._me, self._lanes)
 
-    def launch(self, bucket: int, step: int, what: str) -> _NodePending:
+    def launch(self, bucket: int, what: str) -> _NodePending:
         """Post this rank's contribution."""
         layout = self._layouts[self._layout]
-        pending = _NodePending(self, layout, bucket, step, what)
         with self._changed:
-            layout.table.posted(bucket, self._me, step)
+            # Rounds are counted here: a training that goes back to a checkpoint repeats steps.
+            turn = layout.rounds[bucket] = layout.rounds.get(bucket, 0) + 1
+            pending = _NodePending(self, layout, bucket, turn, what)
+            layout.table.posted(bucket, self._me, turn)
             layout.open[bucket] = pending
-            wake = layout.table.can_sum(bucket, step)
-        self._tell(Message(Kind.POSTED, self._layout, bucket, self._me, step), what)
+            wake = layout.table.can_sum(bucket, turn)
+        self._tell(Message(Kind.POSTED, self._layout, bucket, self._me, turn), what)
         if wake:  # else the last neighbour's message will
             self._neighbours.wake()
         return pending
@@ -116,9 +118,9 @@ class NodeAverager:
                 layout.result = Arena.attach(message.descriptor)
                 self._changed.notify_all()
             elif message.kind is Kind.POSTED:
-                layout.table.posted(message.bucket, member, message.step)
+                layout.table.posted(message.bucket, member, message.round)
             elif message.kind is Kind.SUMMED:
-                layout.table.summed(message.bucket, message.lane, message.step)
+                layout.table.summed(message.bucket, message.lane, message.round)
                 self._settle(layout, message.bucket)
 
     def _progress(self) -> None:
@@ -152,15 +154,15 @@ class NodeAverager:
 
     def _announce(self, layout: _Layout, pending: _NodePending) -> None:
         """My slice is complete."""
-        message = Message(Kind.SUMMED, self._layout, pending.bucket, self._me, pending.step)
+        message = Message(Kind.SUMMED, self._layout, pending.bucket, self._me, pending.round)
         self._tell(message, pending.what)
         with self._changed:
-            layout.table.summed(pending.bucket, self._me, pending.step)
+            layout.table.summed(pending.bucket, self._me, pending.round)
             self._settle(layout, pending.bucket)
 
     def _settle(self, layout: _Layout, bucket: int) -> None:
         pending = layout.open.get(bucket)
-        if pending is not None and layout.table.complete(bucket, pending.step):
+        if pending is not None and layout.table.complete(bucket, pending.round):
             del layout.open[bucket]
             pending.done.set()
 
@@ -227,12 +229,12 @@ class _NodePending:
     """A bucket being averaged in memory."""
 
     def __init__(
-        self, owner: NodeAverager, layout: _Layout, bucket: int, step: int, what: str
+        self, owner: NodeAverager, layout: _Layout, bucket: int, turn: int, what: str
     ) -> None:
         self._owner = owner
         self._layout = layout
         self.bucket = bucket
-        self.step = step
+        self.round = turn
         self.what = what
         self.summing = False
         self.done = threading.Event()
@@ -246,7 +248,7 @@ class _NodePending:
                 return
 
     def _missing(self) -> str:
-        posted, summed = self._layout.table.missing(self.bucket, self.step)
+        posted, summed = self._layout.table.missing(self.bucket, self.round)
         if posted:
             return f" (nothing from rank {self._owner.named(posted)} on this machine)"
         return f" (no sum from rank {self._owner.named(summed)} of this machine)" if summed else ""
@@ -293,6 +295,8 @@ class _Layout:
         self.memory: dict[int, Arena] = {}
         self.result: Arena | None = None
         self.slices: list[_Slices] = []
+        self.rounds: dict[int, int] = {}
+        """How often each bucket was launched."""
         self.open: dict[int, _NodePending] = {}
         """Buckets that were launched and have no average yet, in the order of launches."""
 
@@ -321,7 +325,7 @@ class _Layout:
         for pending in self.open.values():
             if pending.summing:
                 continue
-            if not self.table.can_sum(pending.bucket, pending.step):
+            if not self.table.can_sum(pending.bucket, pending.round):
                 return None
             pending.summing = True
             return pending
