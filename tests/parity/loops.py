@@ -84,12 +84,14 @@ def train_ours(case: Case, **settings: Any) -> Result:
         return finish(model, losses, buckets=run.buckets)
 
 
-def train_by_hand(case: Case, buckets: Sequence[Sequence[str]]) -> Result:
-    """Backward, then one all-reduce per bucket with the same layout, then the optimizer.
+def train_by_hand(case: Case, buckets: Sequence[Sequence[str]], averaging: str) -> Result:
+    """Backward, then one sum per bucket, then the optimizer.
 
-    gloo's order of summation depends on where an element lies in the message, so a bit for bit
-    reference on more than two ranks must send messages of the same layout (flags included).
+    Through the memory of a machine, contributions are added in the order of ranks. gloo's order
+    depends on where an element lies in the message, so a bit for bit reference of ``direct`` on
+    more than two ranks must send messages of the same layout (flags included).
     """
+    average = in_order_of_ranks if averaging == "node" else by_gloo
     workload = case.load()
     model = workload.model()
     optimizer = case.make(model)
@@ -108,10 +110,27 @@ def train_by_hand(case: Case, buckets: Sequence[Sequence[str]]) -> Result:
     return finish(model, losses)
 
 
-def average(parameters: list[nn.Parameter], flags: int) -> None:
-    parts = [p.grad.reshape(-1) * (1.0 / world()) for p in parameters]
-    flat = torch.cat([*parts, torch.ones(flags)])
+def by_gloo(parameters: list[nn.Parameter], flags: int) -> None:
+    flat = torch.cat([_contribution(parameters), torch.ones(flags)])
     dist.all_reduce(flat)
+    _put(parameters, flat)
+
+
+def in_order_of_ranks(parameters: list[nn.Parameter], flags: int) -> None:
+    mine = _contribution(parameters)
+    everybody = [torch.empty_like(mine) for _ in range(world())]
+    dist.all_gather(everybody, mine)
+    total = everybody[0]
+    for flat in everybody[1:]:
+        total = total + flat
+    _put(parameters, total)
+
+
+def _contribution(parameters: list[nn.Parameter]) -> Tensor:
+    return torch.cat([p.grad.reshape(-1) * (1.0 / world()) for p in parameters])
+
+
+def _put(parameters: list[nn.Parameter], flat: Tensor) -> None:
     offset = 0
     for parameter in parameters:
         size = parameter.numel()
