@@ -52,7 +52,6 @@ from sapwood.sync import (
     choose_averager,
     choose_mode,
     make_engine,
-    without_zero_clip,
 )
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class Run:
         given = {"folder": folder, "trace": trace, "stop_signals": stop_signals, **stops}
         places = resolve(RunSettings, "run", given)
         check_time_left(places.value)
-        sync = resolve(SyncSettings, "sync", without_zero_clip(settings))
+        sync = resolve(SyncSettings, "sync", settings)
         self.optimizer = optimizer
         self.events = EventBus()
         self.schedulers: list[LRScheduler] = []

@@ -348,12 +348,7 @@ def fine_tune(settings: dict[str, Any]) -> bool:
     return models.same(fine_tune_original(), fine_tune_ours(settings))
 
 
-BUFFERS_OF_NOBODY = pytest.mark.xfail(
-    strict=True, reason="buffers that no module in training mode owns are copied from empty lists"
-)
-
-
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=BUFFERS_OF_NOBODY)])
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("update", ["layerwise", "deferred"])
 def test_fine_tuning_with_frozen_batch_norm(update: str, count: int) -> None:
     assert all(ranks.spawn(fine_tune, count, {"update": update}, init=count > 1, timeout=100))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import sapwood
-from sapwood.errors import ConfigError, UsageError
+from sapwood.errors import ConfigError, PeerFailed, UsageError
 from sapwood.testing import ranks
 from tests.sync import models
 
@@ -191,7 +191,7 @@ def wrapped() -> dict[str, str]:
             )
         try:
             sapwood.Run(model, optimizer, timeout=30.0)
-        except ConfigError as error:
+        except (ConfigError, PeerFailed) as error:  # whichever rank comes first tells the other
             said[kind] = str(error)
     return said
 

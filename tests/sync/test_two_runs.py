@@ -185,7 +185,6 @@ def forgotten_freeze() -> str:
     return "nothing was said"
 
 
-@pytest.mark.xfail(strict=True, reason="refused, but the message does not name the freeze yet")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_generators_backward_through_the_discriminator_is_refused(count: int) -> None:
     for outcome in ranks.spawn(forgotten_freeze, count, expect_errors=True, timeout=100):

@@ -5,7 +5,7 @@ from sapwood.sync.base import Context, StepOutcome, Synchroniser, SyncSettings, 
 from sapwood.sync.engines import make_engine
 from sapwood.sync.members import Members, check_model
 from sapwood.sync.optim import Views, choose_mode
-from sapwood.sync.supported import Claim, check_kinds, check_schedulers, without_zero_clip
+from sapwood.sync.supported import Claim, check_kinds, check_schedulers
 
 __all__ = [
     "Averaging",
@@ -23,5 +23,4 @@ __all__ = [
     "choose_averager",
     "choose_mode",
     "make_engine",
-    "without_zero_clip",
 ]

@@ -35,7 +35,7 @@ class SyncSettings:
     """``node``: ranks of one machine sum in its memory, and one contribution per machine travels.
     ``direct``: an all-reduce over all ranks. ``auto``: node on CPUs where ranks share a machine."""
     clip_grad_norm: float | None = None
-    """Clip gradients to this global norm (makes updates deferred)."""
+    """Clip gradients to this global norm (makes updates deferred); 0 or none: no clipping."""
     fused: bool | None = None
     """Use torch's fused kernels (True) or not (False); None keeps what the optimizer was made with.
     Fused kernels round differently from the default loop, so they are not switched on silently."""
@@ -57,6 +57,9 @@ class SyncSettings:
         _one_of("engine", self.engine, ("layerwise", "ddp"))
         _one_of("update", self.update, ("auto", "layerwise", "deferred"))
         _one_of("averaging", self.averaging, ("auto", "direct", "node"))
+        if self.clip_grad_norm == 0:
+            # What nanoGPT, Hugging Face and DeepSpeed mean by it; literally, nothing would be trained.
+            object.__setattr__(self, "clip_grad_norm", None)
         for name in ("first_bucket_mb", "bucket_mb", "clip_grad_norm", "timeout", "fence_timeout"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

@@ -196,18 +196,21 @@ class Bucket:
         """Remember the gradients as they are, to see whether somebody changes them."""
         self._versions = self._read_versions()
 
+    def written(self) -> bool:
+        """Whether somebody changed a gradient in place since ``note_versions``."""
+        return bool(self.present) and self._versions != self._read_versions()
+
     def touched(self) -> bool:
-        """Whether somebody changed a gradient in place, or put another, since ``note_versions``."""
-        if not self.present:
-            return False
-        if self._versions != self._read_versions():
+        """Whether somebody changed a gradient in any way, or put another, since then."""
+        if self.written():
             return True
-        for slot in self.present:
-            gradient = slot.parameter.grad
-            if gradient is None or gradient is not slot.gradient:
-                return True
-            if _address(gradient) != slot.place or changed_behind(gradient):
-                return True
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.present:
+                gradient = slot.parameter.grad
+                if gradient is None or gradient is not slot.gradient:
+                    return True
+                if gradient.data_ptr() != slot.place or changed_behind(gradient):
+                    return True
         return False
 
     def _read_versions(self) -> list[int]:
@@ -218,14 +221,15 @@ class Bucket:
 
     def clear(self) -> None:
         """Drop the gradients of this step."""
-        for position, slot in enumerate(self.slots):
-            slot.parameter.grad = None
-            if self._memory is None:
-                slot.gradient = None
-            elif slot.gradient is not None and _address(slot.gradient) != slot.place:
-                self._show(slot, self._offsets()[position])  # somebody assigned to its .data
-            else:
-                forget(slot.gradient)
+        with torch._C.DisableTorchFunctionSubclass():
+            for position, slot in enumerate(self.slots):
+                slot.parameter.grad = None
+                if self._memory is None:
+                    slot.gradient = None
+                elif slot.gradient is not None and slot.gradient.data_ptr() != slot.place:
+                    self._show(slot, self._offsets()[position])  # somebody assigned to its .data
+                else:
+                    forget(slot.gradient)
 
     def _offsets(self) -> list[int]:
         found, offset = [], 0
@@ -240,11 +244,6 @@ class Bucket:
         if not self.slots:
             return 0
         return self._offsets()[-1] + _elements(self.slots[-1].parameter)
-
-
-def _address(gradient: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return gradient.data_ptr()
 
 
 def _elements(parameter: Tensor) -> int:

@@ -54,10 +54,9 @@ class BucketSet:
         yield from self.planned
         yield from self.dormant
 
-    def follow(self) -> None:
+    def follow(self, *, keeps_gradients: bool) -> None:
         """Call at the start of a step: who may write to gradients decides where they lie."""
-        views = self._context.views
-        private = self._context.mode != "layerwise" or not views.keeps_gradients
+        private = self._context.mode != "layerwise" or not keeps_gradients
         if private == self._private:
             return
         self._private = private

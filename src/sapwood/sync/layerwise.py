@@ -79,6 +79,7 @@ class Layerwise:
         self._reads: WeightReads | None = None
         self._forward_seen = False
         self._careful = True
+        self._keeps_gradients = False
         self._late: set[int] = set()
         self._withheld: list[Bucket] = []
         self._forward_start = self._forward_end = self._last_gradient = 0
@@ -249,7 +250,8 @@ class Layerwise:
         self._next, self._disorder = 0, False
         self._context.views.follow()
         assert self._buckets is not None
-        self._buckets.follow()
+        self._keeps_gradients = self._context.views.keeps_gradients
+        self._buckets.follow(keeps_gradients=self._keeps_gradients)
         if self._reads is not None:
             self._late = self._reads.late
             self._reads.start_backward()
@@ -367,12 +369,9 @@ class Layerwise:
         ready = bucket.ready()
         if ready is None:
             return
-        self._check_touched(bucket)
-        self._updated_at.append(self._updater.update(ready))
-
-    def _check_touched(self, bucket: Bucket) -> None:
-        if self._context.views.keeps_gradients and bucket.touched():
+        if self._keeps_gradients and bucket.written():
             raise self._broken(_touched(bucket))
+        self._updated_at.append(self._updater.update(ready))
 
     def _reduce_dormant(self) -> None:
         """Some rank has gradients outside the plan: all ranks know, and average them now."""
@@ -397,8 +396,10 @@ class Layerwise:
         if context.mode != "layerwise":
             ready = [r for b in self._buckets if (r := b.ready()) is not None]
             return apply_all(context, self._updater, ready)
-        for bucket in self._buckets:
-            self._check_touched(bucket)
+        if self._keeps_gradients:
+            for bucket in self._buckets:
+                if bucket.touched():
+                    raise self._broken(_touched(bucket))
         option = context.views.changed_option()
         if option is not None:
             raise self._broken(option_changed(option))
@@ -480,7 +481,9 @@ class Layerwise:
         for handle, parameter in zip(self._handles, self._context.parameters, strict=False):
             hooks: Any = parameter._post_accumulate_grad_hooks
             if hooks is not None and len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)  # move_to_end changes no order autograd sees
+                hooks[handle.id] = hooks.pop(
+                    handle.id
+                )  # move_to_end changes no order autograd sees
 
     # -- small things ------------------------------------------------------------------------
 

@@ -58,6 +58,8 @@ class WeightReads:
         # A class with its own handling of operations cannot be taken over: never updated early.
         own = {i for i, (_, kind) in plain.items() if _watched(kind) is None}
         self._watchable = {i: found for i, found in plain.items() if i not in own}
+        for parameter, _ in self._watchable.values():
+            _readers[id(parameter)] = self
         self._lock = threading.Lock()
         self._sealed: dict[int, bool] = {}
         """Parameters that must not be read now, by index; True if they are updated already."""
@@ -83,7 +85,6 @@ class WeightReads:
         for parameter, kind in self._watchable.values():
             watched = _watched(kind)
             assert watched is not None
-            _readers[id(parameter)] = self
             parameter.__class__ = watched
 
     def end_forward(self) -> None:
@@ -118,7 +119,6 @@ class WeightReads:
                     continue
                 parameter, kind = self._watchable[index]
                 self._sealed[index] = updated
-                _readers[id(parameter)] = self
                 parameter.__class__ = _sealed(kind)
 
     def end_backward(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from sapwood.state.tensors import clean_name, named_parameters, unwrap
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Claim", "check_kinds", "check_schedulers", "without_zero_clip"]
+__all__ = ["Claim", "check_kinds", "check_schedulers"]
 
 log = logging.getLogger(__name__)
 
@@ -152,18 +152,6 @@ def _needed(scheduler: Any) -> list[str]:
         return []
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
-
-
-def without_zero_clip(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``clip_grad_norm=0`` as no clipping, as nanoGPT, Hugging Face and DeepSpeed do.
-
-    Taken literally it would make every gradient zero, which nobody means.
-    """
-    limit = settings.get("clip_grad_norm")
-    if isinstance(limit, int | float) and not isinstance(limit, bool) and limit == 0:
-        log.info("clip_grad_norm is 0: gradients are not clipped")
-        return {**settings, "clip_grad_norm": None}
-    return dict(settings)
 
 
 class Claim:
