@@ -133,6 +133,7 @@ class Run:
         self._fork: Fork | None = None
         self._claim: Claim | None = None
         self._views: Views | None = None
+        self._averaging: Averaging | None = None
         self._next_flush = 0.0
         self.group = Group.join(check_model(model), timeout=sync.value.timeout)
         try:
@@ -181,7 +182,8 @@ class Run:
         self._fork = join_fork(group, model, self.optimizer)
         if self._fork is None:
             _give_rank0_values(group, model)
-        averaging = choose_averager(group, sync.value.averaging)
+        wanted = "direct" if sync.value.engine == "ddp" else sync.value.averaging
+        averaging = self._averaging = choose_averager(group, wanted)
         log.info("averaging is %s: %s", averaging.averager.name, averaging.reason)
         self.id = self._claim.run = group.share_text("run id", run_id or new_run_id())
         self._place = RunFolder(places.value.folder, self.id)
@@ -445,6 +447,8 @@ class Run:
             self._views.release()
         if self._claim is not None:
             self._claim.release()
+        if self._averaging is not None:
+            self._averaging.averager.close()
 
     def __enter__(self) -> Run:
         """Close at the end of a ``with`` block."""

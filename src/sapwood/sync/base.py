@@ -57,8 +57,13 @@ class SyncSettings:
         _one_of("engine", self.engine, ("layerwise", "ddp"))
         _one_of("update", self.update, ("auto", "layerwise", "deferred"))
         _one_of("averaging", self.averaging, ("auto", "direct", "node"))
+        if self.engine == "ddp" and self.averaging == "node":
+            raise ConfigError(
+                "averaging='node' needs engine='layerwise': with engine='ddp' it is "
+                "DistributedDataParallel that averages; leave averaging or engine away"
+            )
         if self.clip_grad_norm == 0:
-            # What nanoGPT, Hugging Face and DeepSpeed mean by it; literally, nothing would be trained.
+            # What nanoGPT, Hugging Face and DeepSpeed mean by it; literally, nothing would learn.
             object.__setattr__(self, "clip_grad_norm", None)
         for name in ("first_bucket_mb", "bucket_mb", "clip_grad_norm", "timeout", "fence_timeout"):
             value = getattr(self, name)

@@ -77,6 +77,7 @@ class Layerwise:
         self._fired: list[int] = []
         self._disorder = False
         self._reads: WeightReads | None = None
+        self._watching: list[bool] = []
         self._forward_seen = False
         self._careful = True
         self._keeps_gradients = False
@@ -165,6 +166,7 @@ class Layerwise:
     # -- forward -----------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
+        self._watching.append(False)
         if in_backward():  # a checkpointed segment is recomputed
             return
         self._check()
@@ -181,13 +183,14 @@ class Layerwise:
         self._forward_seen = True
         if self._reads is not None:
             self._reads.start_forward()
+            self._watching[-1] = True
         self._forward_start = time.perf_counter_ns()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self._watching and self._watching.pop() and self._reads is not None:
+            self._reads.end_forward()
         if in_backward():
             return
-        if self._reads is not None:
-            self._reads.end_forward()
         if not torch.is_grad_enabled() or output is None or self._members.frozen():
             return
         self._forward_end = time.perf_counter_ns()
@@ -481,9 +484,8 @@ class Layerwise:
         for handle, parameter in zip(self._handles, self._context.parameters, strict=False):
             hooks: Any = parameter._post_accumulate_grad_hooks
             if hooks is not None and len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(
-                    handle.id
-                )  # move_to_end changes no order autograd sees
+                # Not move_to_end: autograd goes by the order of insertion.
+                hooks[handle.id] = hooks.pop(handle.id)
 
     # -- small things ------------------------------------------------------------------------
 

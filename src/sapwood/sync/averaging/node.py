@@ -164,6 +164,7 @@ class NodeAverager:
         pending = layout.open.get(bucket)
         if pending is not None and layout.table.complete(bucket, pending.round):
             del layout.open[bucket]
+            pending.complete = True
             pending.done.set()
 
     def _lost(self, rank: int, error: Exception) -> None:
@@ -215,11 +216,6 @@ class NodeAverager:
         """Seconds a silent peer is waited for."""
         return self._group.timeout
 
-    @property
-    def failure(self) -> Exception | None:
-        """What went wrong, if something did."""
-        return self._failure
-
     def named(self, members: Sequence[int]) -> str:
         """Ranks, for people."""
         return ", ".join(str(self._members[m]) for m in members)
@@ -237,15 +233,16 @@ class _NodePending:
         self.round = turn
         self.what = what
         self.summing = False
+        self.complete = False
         self.done = threading.Event()
 
     def wait(self) -> None:
         """Wait for all slices; see ``Pending``."""
         deadline = time.monotonic() + self._owner.timeout
-        while not self.done.wait(_POLL) or self._owner.failure is not None:
+        self.done.wait(_POLL)
+        while not self.complete:  # done without that: the owner has failed
             self._owner.check(self.what, deadline, self._missing())
-            if self.done.is_set() and self._owner.failure is None:
-                return
+            self.done.wait(_POLL)
 
     def _missing(self) -> str:
         posted, summed = self._layout.table.missing(self.bucket, self.round)
