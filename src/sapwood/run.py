@@ -198,6 +198,8 @@ class Run:
                 world=group.world,
                 run_id=self.id,
             )
+            way, why = averaging.averager.name, averaging.reason
+            self.trace.instant("averaging", lane="comm", way=way, reason=why)
         self._views = Views(self.optimizer, sync.value.fused, mode)
         context = Context(
             model=model,

@@ -44,7 +44,7 @@ class SyncSettings:
     bucket_mb: float | None = None
     """Size of the other buckets; None: 8 on CPUs, 25 on accelerators."""
     broadcast_buffers: bool = True
-    """Give every rank rank 0's buffers (BatchNorm statistics) after each forward."""
+    """Give every rank rank 0's buffers (BatchNorm statistics) when a step ends."""
     replan_after: int = 3
     """Lay buckets out anew when the graph has not fitted the plan for this many steps."""
     timeout: float = 600.0
