@@ -182,8 +182,8 @@ class Run:
         self._fork = join_fork(group, model, self.optimizer)
         if self._fork is None:
             _give_rank0_values(group, model)
-        wanted = "direct" if sync.value.engine == "ddp" else sync.value.averaging
-        averaging = self._averaging = choose_averager(group, wanted)
+        averaging = choose_averager(group, sync.value.averaging, engine=sync.value.engine)
+        self._averaging = averaging
         log.info("averaging is %s: %s", averaging.averager.name, averaging.reason)
         self.id = self._claim.run = group.share_text("run id", run_id or new_run_id())
         self._place = RunFolder(places.value.folder, self.id)
@@ -199,6 +199,8 @@ class Run:
                 world=group.world,
                 run_id=self.id,
             )
+            way, why = averaging.averager.name, averaging.reason
+            self.trace.instant("averaging", lane="comm", way=way, reason=why)
         self._views = Views(self.optimizer, sync.value.fused, mode)
         context = Context(
             model=model,

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,15 @@ from tests.cli.helpers import sapwood
 HERE = Path("runs")
 
 
+def open_files() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+
 def test_this_machine_is_looked_at_and_told_in_json(tmp_path):
     done = sapwood("doctor", "--json", tmp_path=tmp_path)
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert set(checks) >= {"python", "torch", "backends", "cores", "memory", "launcher", "network"}
+    assert checks["averaging in memory"]["state"] == "ok"
     assert checks["torch"]["state"] == "ok"
     assert "gloo yes" in checks["backends"]["found"]
     assert done.returncode == int(any(c["state"] == "problem" for c in checks.values()))
@@ -44,6 +51,43 @@ def test_a_check_that_breaks_does_not_hide_the_others(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "ZeroDivisionError: oh" in text
     assert "fine" in text
+
+
+def test_memory_is_shared_for_real_and_given_back():
+    before = open_files()
+    check = machine.memory_between_ranks(HERE)
+    assert (check.state, check.remedy) == ("ok", None)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(os, "memfd_create"), (socket, "send_fds"), (socket, "socket")]
+)
+def test_memory_that_cannot_be_shared_is_a_problem(monkeypatch, module, name):
+    def refuse(*args, **options):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(module, name, refuse)
+    check = machine.memory_between_ranks(HERE)
+    assert check.state == "problem"
+    assert "Operation not permitted" in check.found
+    assert check.remedy
+    assert "averaging='direct'" in check.remedy
+
+
+def test_a_descriptor_that_is_dropped_on_the_way_is_a_problem(monkeypatch):
+    def without(link, data, descriptors, flags=0):
+        return link.send(data[0], flags)
+
+    monkeypatch.setattr(socket, "send_fds", without)
+    assert machine.memory_between_ranks(HERE).state == "problem"
+
+
+def test_ranks_that_cannot_tell_their_machine_are_noted(monkeypatch):
+    monkeypatch.setattr(machine, "_MACHINE_FILES", ("/proc/nosuch",))
+    check = machine.memory_between_ranks(HERE)
+    assert check.state == "note"
+    assert "/proc/nosuch" in check.found
 
 
 def test_a_wrong_interface_for_gloo_is_a_problem(monkeypatch):

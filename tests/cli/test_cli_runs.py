@@ -122,6 +122,16 @@ def test_json_for_programs(tmp_path, capsys):
         2,
         7,
     )
+    assert (run["averaging"], run["averaging_reason"]) == (None, None)
+
+
+def test_json_tells_how_gradients_are_averaged(tmp_path, capsys):
+    made = make_run(tmp_path, "one")
+    with (made / "run.toml").open("a") as facts:
+        facts.write('\n[layout]\naveraging = "node"\naveraging_reason = "1 machine: 0-1"\n')
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert (run["averaging"], run["averaging_reason"]) == ("node", "1 machine: 0-1")
 
 
 def test_an_empty_folder_and_folders_that_are_no_runs(tmp_path, capsys):

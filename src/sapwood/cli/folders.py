@@ -33,6 +33,9 @@ class RunInfo:
     parent: str | None = None
     parent_step: int | None = None
     host: str | None = None
+    averaging: str | None = None
+    """How gradients are averaged, and why; None for runs of older versions."""
+    averaging_reason: str | None = None
 
 
 def list_runs(root: Path) -> list[RunInfo]:
@@ -106,20 +109,27 @@ def _interpret(folder: Path, facts: dict[str, Any], status: dict[str, Any]) -> R
         raise ValueError(f"status.json says state {state!r}")
     if state == "running" and _is_gone(host):
         state = "died"
+    layout: dict[str, Any] = facts.get("layout", {})
     detail = status.get("error", status.get("detail"))
     parent_step = facts.get("parent_step")
     return RunInfo(
         id=str(facts["id"]),
         folder=folder,
         state=state,
-        detail=None if detail is None else str(detail),
+        detail=_maybe(detail),
         ranks=int(facts["world"]),
         step=int(status["step"]),
         created=_time(facts["created"]),
         parent=str(facts["parent"]) if facts.get("parent") else None,
         parent_step=None if parent_step is None else int(parent_step),
         host=str(host["name"]) if "name" in host else None,
+        averaging=_maybe(layout.get("averaging")),
+        averaging_reason=_maybe(layout.get("averaging_reason")),
     )
+
+
+def _maybe(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def _is_gone(host: dict[str, Any]) -> bool:

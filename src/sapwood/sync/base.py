@@ -44,7 +44,7 @@ class SyncSettings:
     bucket_mb: float | None = None
     """Size of the other buckets; None: 8 on CPUs, 25 on accelerators."""
     broadcast_buffers: bool = True
-    """Give every rank rank 0's buffers (BatchNorm statistics) after each forward."""
+    """Give every rank rank 0's buffers (BatchNorm statistics) when a step ends."""
     replan_after: int = 3
     """Lay buckets out anew when the graph has not fitted the plan for this many steps."""
     timeout: float = 600.0
@@ -57,11 +57,6 @@ class SyncSettings:
         _one_of("engine", self.engine, ("layerwise", "ddp"))
         _one_of("update", self.update, ("auto", "layerwise", "deferred"))
         _one_of("averaging", self.averaging, ("auto", "direct", "node"))
-        if self.engine == "ddp" and self.averaging == "node":
-            raise ConfigError(
-                "averaging='node' needs engine='layerwise': with engine='ddp' it is "
-                "DistributedDataParallel that averages; leave averaging or engine away"
-            )
         if self.clip_grad_norm == 0:
             # What nanoGPT, Hugging Face and DeepSpeed mean by it; literally, nothing would learn.
             object.__setattr__(self, "clip_grad_norm", None)

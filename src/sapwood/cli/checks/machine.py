@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -16,6 +17,8 @@ __all__ = ["MACHINE"]
 _GIB = 2**30
 _SMALL_SHM = 256 * 2**20
 _SMALL_MEMORY = 2 * _GIB
+# By these ranks know which others may be on their machine.
+_MACHINE_FILES = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net")
 
 
 def cores(folder: Path) -> Check:
@@ -52,6 +55,63 @@ def shared_memory(folder: Path) -> Check:
     if usage.free < _SMALL_SHM:
         return note("shared memory", found, "start the container with --shm-size=2g, or free some")
     return ok("shared memory", found)
+
+
+def memory_between_ranks(folder: Path) -> Check:
+    """Whether ranks of this machine can average through its memory, tried out for real."""
+    name = "averaging in memory"
+    try:
+        _share_memory()
+    except (OSError, EOFError, ValueError) as error:
+        remedy = (
+            "let the container's seccomp profile allow memfd_create and abstract Unix sockets, or "
+            "use Run(averaging='direct')"
+        )
+        return problem(name, f"ranks of this machine cannot share memory: {error!r}", remedy)
+    unreadable = [place for place in _MACHINE_FILES if not _exists(place)]
+    if unreadable:
+        remedy = "mount /proc; until then every rank counts as alone on its machine"
+        return note(name, f"{unreadable[0]} cannot be read", remedy)
+    return ok(name, "works: a memfd was passed over an abstract socket and read back")
+
+
+def _exists(place: str) -> bool:
+    try:
+        Path(place).stat()
+    except OSError:
+        return False
+    return True
+
+
+def _share_memory() -> None:
+    """Hand a piece of memory to ourselves, the way ranks hand theirs to each other."""
+    from sapwood.buffers import Arena
+    from sapwood.sync.averaging.messages import Kind, Message, receive, send
+
+    mark = secrets.token_bytes(16)
+    kind = socket.SOCK_SEQPACKET
+    with (
+        socket.socket(socket.AF_UNIX, kind) as listener,
+        socket.socket(socket.AF_UNIX, kind) as sender,
+    ):
+        listener.bind(f"\0sapwood-doctor-{secrets.token_hex(8)}")
+        listener.listen(1)
+        listener.settimeout(5.0)
+        sender.settimeout(5.0)
+        sender.connect(listener.getsockname())
+        receiver, _ = listener.accept()
+        with receiver:
+            given = Arena(4096, label="doctor")
+            try:
+                send(sender, Message(Kind.CONTRIBUTION, descriptor=given.fd), 5.0)
+                taken = Arena.attach(receive(receiver).descriptor)
+                given.bytes[: len(mark)] = list(mark)
+                seen = taken.bytes[: len(mark)].tobytes()
+                taken.close()
+            finally:
+                given.close()
+    if seen != mark:
+        raise ValueError("what one end wrote did not arrive at the other")
 
 
 def loopback(folder: Path) -> Check:
@@ -114,4 +174,13 @@ def runs_folder(folder: Path) -> Check:
     return ok("runs folder", f"{folder} can be written; {free / _GIB:.1f} GiB free")
 
 
-MACHINE = (cores, memory, shared_memory, loopback, gloo_interface, launcher, runs_folder)
+MACHINE = (
+    cores,
+    memory,
+    shared_memory,
+    memory_between_ranks,
+    loopback,
+    gloo_interface,
+    launcher,
+    runs_folder,
+)

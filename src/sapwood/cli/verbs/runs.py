@@ -103,4 +103,6 @@ def _plain(run: RunInfo) -> dict[str, Any]:
         "parent": run.parent,
         "parent_step": run.parent_step,
         "host": run.host,
+        "averaging": run.averaging,
+        "averaging_reason": run.averaging_reason,
     }

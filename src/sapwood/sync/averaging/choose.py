@@ -27,12 +27,19 @@ class Averaging:
     reason: str
 
 
-def choose_averager(group: Group, wanted: Wanted) -> Averaging:
+def choose_averager(group: Group, wanted: Wanted, *, engine: str = "layerwise") -> Averaging:
     """The averager for ``group``; a wish is fulfilled or refused.
 
     Raises:
         ConfigError: ``node`` was asked for, and is not possible.
     """
+    if engine == "ddp":
+        if wanted == "node":
+            raise ConfigError(
+                "averaging='node' is not possible with engine='ddp': DistributedDataParallel sends "
+                "its own all-reduce over all ranks; use engine='layerwise', or averaging='auto'"
+            )
+        return _direct(group, None, "DistributedDataParallel sends its own all-reduce")
     if group.world == 1 or wanted == "direct":
         reason = "asked for" if group.world > 1 else "one rank has nothing to average"
         return _direct(group, None, reason)
