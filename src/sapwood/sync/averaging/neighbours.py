@@ -18,6 +18,8 @@ __all__ = ["Neighbours"]
 
 log = logging.getLogger(__name__)
 
+_END = 5.0
+
 
 class Neighbours:
     """Owns the links, and the thread that reads them and acts on what came."""
@@ -46,6 +48,7 @@ class Neighbours:
         self._left: set[int] = set()
         self._ended: set[int] = set()
         self._closing = False
+        self._given_up = False
         self._sending = threading.Lock()
         self._backlog: dict[int, deque[Message]] = {fd: deque() for fd in self._by_fd}
         """By descriptor: what a full connection did not take yet; the thread sends it."""
@@ -77,14 +80,20 @@ class Neighbours:
         """Let the thread call ``progress``."""
         os.eventfd_write(self._wake, 1)
 
-    def close(self, farewell: Message) -> None:
-        """Say ``farewell`` to whoever is still there, and end."""
+    def close(self, farewell: Message, patience: float) -> None:
+        """Say ``farewell`` to whoever is still there, and end.
+
+        What a full connection has not taken yet is waited for: others need it to end their part.
+        """
         if self._closing:
             return
         self._closing = True
         self.tell(farewell)
         self.wake()
-        self._thread.join(5.0)
+        self._thread.join(patience)
+        self._given_up = True
+        self.wake()
+        self._thread.join(_END)
         self._links.close()
         if not self._thread.is_alive():
             os.close(self._wake)
@@ -96,7 +105,7 @@ class Neighbours:
             poller.register(fd, select.POLLIN)
         rank = -1
         try:
-            while not self._closing:
+            while not self._closing or (any(self._backlog.values()) and not self._given_up):
                 for fd, _ in poller.poll(60_000):
                     if fd == self._wake:
                         with suppress(BlockingIOError):

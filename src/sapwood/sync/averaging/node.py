@@ -33,6 +33,7 @@ __all__ = ["NodeAverager"]
 
 _ALIGNED = 4096  # buckets begin on pages of their own, which a rank can place near itself
 _POLL = 1.0
+_PATIENCE = 5.0
 
 
 class NodeAverager:
@@ -97,7 +98,7 @@ class NodeAverager:
 
     def close(self) -> None:
         """Take leave, end the threads, give the memory back."""
-        self._neighbours.close(Message(Kind.LEAVING))
+        self._neighbours.close(Message(Kind.LEAVING), _PATIENCE if self._failure is None else 0.0)
         if self._outbox is not None:
             self._outbox.close(1.0)
         for layout in self._layouts.values():
