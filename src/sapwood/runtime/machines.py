@@ -13,15 +13,17 @@ import hmac
 import logging
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from sapwood.errors import DeadlineError, SapwoodError
 from sapwood.runtime.group import Group
@@ -121,17 +123,19 @@ def find_machines(group: Group) -> tuple[Machines, Links, str]:
     if group.world == 1:
         return Machines.apart(1), Links({}), ""
     token = group.share_text("machine token", secrets.token_hex(16))
-    with closing(_listener(token, group.rank)) as listener:
-        keys = group.gather_text("machine", _machine())
-        machines = Machines.of(keys)
-        found: dict[int, socket.socket] = {}
-        problem = ""
-        try:
-            _link(group, token, listener, machines.of_rank(group.rank), found)
-        except (OSError, SapwoodError) as error:
-            problem = f"rank {group.rank}: {error}"
-        problems = [p for p in group.gather_text("links inside machines", problem) if p]
-    links = Links(found)
+    links = Links({})
+    try:
+        with closing(_listener(token, group.rank)) as listener:
+            machines = Machines.of(group.gather_text("machine", _machine()))
+            problem = ""
+            try:
+                _link(group, token, listener, machines.of_rank(group.rank), links.sockets)
+            except (OSError, SapwoodError) as error:
+                problem = f"rank {group.rank}: {error}"
+            problems = [p for p in group.gather_text("links inside machines", problem) if p]
+    except BaseException:
+        links.close()
+        raise
     if problems:
         links.close()
         log.warning("ranks of one machine cannot share memory (%s)", problems[0])
@@ -169,7 +173,8 @@ def _link(
     found: dict[int, socket.socket],
 ) -> None:
     """Connect to lower ranks, accept higher ones. All listen already: no circle of waiting."""
-    deadline = time.monotonic() + min(_PATIENCE, group.timeout)
+    # Whoever cannot connect says so in what all gather next: be there before they lose patience.
+    deadline = time.monotonic() + min(_PATIENCE, group.timeout / 2)
     secret = token[16:].encode()
     for rank in members:
         if rank < group.rank:
@@ -180,15 +185,8 @@ def _link(
             _check_user(link)
             link.send(_HELLO.pack(secret, group.rank))
     missing = {rank for rank in members if rank > group.rank}
-    while missing:
-        listener.settimeout(_left(deadline))
-        link, _ = listener.accept()
-        greeted = _greeted(link, secret, missing, deadline)
-        if greeted is None:
-            link.close()
-            continue
-        found[greeted] = link
-        missing.discard(greeted)
+    for rank, link in _accepted(listener, secret, missing, deadline):
+        found[rank] = link
         link.send(_HELLO.pack(secret, group.rank))
     for rank in members:
         if rank < group.rank:
@@ -200,11 +198,36 @@ def _link(
         link.setblocking(False)
 
 
-def _greeted(link: socket.socket, secret: bytes, missing: set[int], deadline: float) -> int | None:
-    """The rank behind a new connection; None for a stranger."""
+def _accepted(
+    listener: socket.socket, secret: bytes, missing: set[int], deadline: float
+) -> Iterator[tuple[int, socket.socket]]:
+    """The ranks that connect, as they come. A stranger who says nothing keeps nobody waiting."""
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector, ExitStack() as strangers:
+        selector.register(listener, selectors.EVENT_READ)
+        while missing:
+            for key, _ in selector.select(_left(deadline)):
+                if key.fileobj is listener:
+                    with suppress(OSError):
+                        link = strangers.enter_context(listener.accept()[0])
+                        _check_user(link)
+                        link.setblocking(False)
+                        selector.register(link, selectors.EVENT_READ)
+                    continue
+                link = cast(socket.socket, key.fileobj)
+                selector.unregister(link)
+                rank = _greeted(link, secret, missing)
+                if rank is None:
+                    link.close()
+                    continue
+                missing.discard(rank)
+                # A twin, as the original is closed with the strangers.
+                yield rank, link.dup()
+
+
+def _greeted(link: socket.socket, secret: bytes, missing: set[int]) -> int | None:
+    """The rank behind a connection that has said something; None for a stranger."""
     with suppress(OSError, struct.error):
-        _check_user(link)
-        link.settimeout(_left(deadline))
         shown, rank = _HELLO.unpack(link.recv(_HELLO.size + 1))
         if hmac.compare_digest(shown.rstrip(b"\0"), secret) and rank in missing:
             return int(rank)

@@ -59,7 +59,11 @@ def choose_averager(group: Group, wanted: Wanted, *, engine: str = "layerwise") 
             f"averaging='node' is not possible: {problem}; use averaging='direct', or see that the "
             "ranks of a machine run as one user in one network namespace"
         )
-    averager = NodeAverager(group, machines, links)
+    try:
+        averager = NodeAverager(group, machines, links)
+    except BaseException:
+        links.close()
+        raise
     return Averaging(averager=averager, machines=machines, reason=str(machines))
 
 

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import enum
 import os
-import select
 import socket
 import struct
-import time
 from dataclasses import dataclass
-
-from sapwood.errors import DeadlineError
 
 __all__ = ["Kind", "Message", "receive", "send"]
 
@@ -50,30 +46,19 @@ class Message:
     descriptor: int = -1
 
 
-def send(link: socket.socket, message: Message, timeout: float) -> None:
-    """Send a message; the other end reads all the time, so a full buffer empties soon.
+def send(link: socket.socket, message: Message) -> None:
+    """Send a message at once.
 
     Raises:
-        DeadlineError: it did not in ``timeout`` seconds: the other process is stopped.
+        BlockingIOError: the other end has too many unread ones.
         OSError: the other end is gone.
     """
     raw = _FORM.pack(message.kind, message.layout, message.bucket, message.lane, message.round)
-    descriptors = [message.descriptor] if message.descriptor >= 0 else []
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            if descriptors:
-                socket.send_fds(link, [raw], descriptors, socket.MSG_NOSIGNAL)
-            else:
-                link.send(raw, socket.MSG_NOSIGNAL)
-            return
-        except BlockingIOError:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise DeadlineError("a rank of this machine does not read its messages") from None
-            poller = select.poll()
-            poller.register(link, select.POLLOUT)
-            poller.poll(min(left, 1.0) * 1e3)
+    flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+    if message.descriptor >= 0:
+        socket.send_fds(link, [raw], [message.descriptor], flags)
+    else:
+        link.send(raw, flags)
 
 
 def receive(link: socket.socket) -> Message:

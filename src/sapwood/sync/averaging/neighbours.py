@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -15,6 +17,8 @@ from sapwood.sync.averaging.messages import Kind, Message, receive, send
 __all__ = ["Neighbours"]
 
 log = logging.getLogger(__name__)
+
+_END = 5.0
 
 
 class Neighbours:
@@ -42,38 +46,54 @@ class Neighbours:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._by_fd = {link.fileno(): (rank, link) for rank, link in links}
         self._left: set[int] = set()
+        self._ended: set[int] = set()
         self._closing = False
+        self._given_up = False
         self._sending = threading.Lock()
+        self._backlog: dict[int, deque[Message]] = {fd: deque() for fd in self._by_fd}
+        """By descriptor: what a full connection did not take yet; the thread sends it."""
         self._thread = threading.Thread(target=self._run, name="sapwood-sum", daemon=True)
         self._thread.start()
 
-    def tell(self, message: Message, timeout: float) -> None:
-        """Send to every neighbour.
+    def tell(self, message: Message) -> None:
+        """Send to every neighbour, without ever waiting for one.
 
-        Raises:
-            DeadlineError: one of them has not read for ``timeout`` seconds.
-            OSError: one of them is gone.
+        The thread that reads also tells: if it waited for a neighbour to read, two of them could
+        wait for each other. And whoever is gone need not be told: the reader knows whether that
+        rank died, or had done its part and left.
         """
+        full = False
         with self._sending:
-            for rank, link in self._links:
-                if rank in self._left:
-                    raise ConnectionResetError(f"rank {rank} has left")
-                send(link, message, timeout)
+            for fd, (_, link) in self._by_fd.items():
+                waiting = self._backlog[fd]
+                if waiting or not _sent(link, message):
+                    waiting.append(message)
+                    full = True
+        if full:
+            self.wake()
+
+    def left(self, rank: int) -> bool:
+        """Whether ``rank`` has taken leave."""
+        return rank in self._left
 
     def wake(self) -> None:
         """Let the thread call ``progress``."""
         os.eventfd_write(self._wake, 1)
 
-    def close(self, farewell: Message) -> None:
-        """Say ``farewell`` to whoever is still there, and end."""
+    def close(self, farewell: Message, patience: float) -> None:
+        """Say ``farewell`` to whoever is still there, and end.
+
+        What a full connection has not taken yet is waited for: others need it to end their part.
+        """
         if self._closing:
             return
         self._closing = True
-        for _, link in self._links:
-            with suppress(OSError, TimeoutError):
-                send(link, farewell, 0.0)
+        self.tell(farewell)
         self.wake()
-        self._thread.join(5.0)
+        self._thread.join(patience)
+        self._given_up = True
+        self.wake()
+        self._thread.join(_END)
         self._links.close()
         if not self._thread.is_alive():
             os.close(self._wake)
@@ -85,7 +105,7 @@ class Neighbours:
             poller.register(fd, select.POLLIN)
         rank = -1
         try:
-            while not self._closing:
+            while not self._closing or (any(self._backlog.values()) and not self._given_up):
                 for fd, _ in poller.poll(60_000):
                     if fd == self._wake:
                         with suppress(BlockingIOError):
@@ -94,11 +114,22 @@ class Neighbours:
                     rank = self._by_fd[fd][0]
                     if not self._read(fd):
                         poller.unregister(fd)
+                        self._ended.add(fd)
                 self._progress()
+                for fd in self._by_fd.keys() - self._ended:
+                    poller.modify(fd, select.POLLIN | (select.POLLOUT if self._owes(fd) else 0))
         except Exception as error:
             if not self._closing:
                 log.debug("averaging inside the machine failed", exc_info=True)
                 self._lost(rank, error)
+
+    def _owes(self, fd: int) -> bool:
+        """Send what a connection did not take before; whether some of it is still here."""
+        waiting = self._backlog[fd]
+        with self._sending:
+            while waiting and _sent(self._by_fd[fd][1], waiting[0]):
+                waiting.popleft()
+            return bool(waiting)
 
     def _read(self, fd: int) -> bool:
         """Take every message that is there; False when nothing can come any more."""
@@ -108,6 +139,10 @@ class Neighbours:
                 message = receive(link)
             except BlockingIOError:
                 return True
+            except ConnectionResetError:
+                # It closed without reading all of ours; what it had sent before is still here,
+                # and may end with a farewell. The kernel reports this only once.
+                continue
             except (EOFError, OSError) as error:
                 if rank not in self._left and not self._closing:
                     reason = f"rank {rank}'s connection on this machine ended"
@@ -117,3 +152,14 @@ class Neighbours:
                 self._left.add(rank)
             else:
                 self._received(rank, message)
+
+
+def _sent(link: socket.socket, message: Message) -> bool:
+    """Whether the message is on its way, or nobody is there to get it."""
+    try:
+        send(link, message)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sapwood.buffers import Arena
-from sapwood.errors import PeerFailed
+from sapwood.errors import PeerFailed, UsageError
 from sapwood.runtime.group import Group
 from sapwood.runtime.machines import Links, Machines
 from sapwood.runtime.worker import Worker
@@ -33,6 +33,7 @@ __all__ = ["NodeAverager"]
 
 _ALIGNED = 4096  # buckets begin on pages of their own, which a rank can place near itself
 _POLL = 1.0
+_PATIENCE = 5.0
 
 
 class NodeAverager:
@@ -46,8 +47,9 @@ class NodeAverager:
         self._members = machines.of_rank(group.rank)
         self._me = self._members.index(group.rank)
         self._lanes = machines.lanes
+        self._several = len(machines.ranks) > 1
         lanes = [machines.lane(n) for n in range(self._lanes)]
-        wires = [group.subgroup(ranks) for ranks in lanes] if len(machines.ranks) > 1 else []
+        wires = [group.subgroup(ranks) for ranks in lanes] if self._several else []
         self._wire = wires[self._me] if wires and self._me < self._lanes else None
         self._layout = 0
         self._layouts: dict[int, _Layout] = {}
@@ -69,32 +71,34 @@ class NodeAverager:
                 layout.result = Arena(spec.nbytes, label="average", touch=False)
             # Messages of the layout before are behind every rank: it posted to the new one.
             for old in [n for n in self._layouts if n < number]:
-                del self._layouts[old]
-        what = "exchanging shared memory"
-        self._tell(Message(Kind.CONTRIBUTION, number, descriptor=mine.fd), what)
+                self._layouts.pop(old).release()
+        tell = self._neighbours.tell
+        tell(Message(Kind.CONTRIBUTION, number, descriptor=mine.fd))
         if layout.result is not None and self._me == 0:
-            self._tell(Message(Kind.RESULT, number, descriptor=layout.result.fd), what)
-        self._wait(lambda: layout.exchanged(len(self._members)), what)
+            tell(Message(Kind.RESULT, number, descriptor=layout.result.fd))
+        self._wait_for_memory(layout)
         return layout.map(spec, self._me, self._lanes)
 
     def launch(self, bucket: int, what: str) -> _NodePending:
         """Post this rank's contribution."""
         layout = self._layouts[self._layout]
         with self._changed:
+            if bucket in layout.open:
+                raise UsageError(f"bucket {bucket} was launched again before its average was there")
             # Rounds are counted here: a training that goes back to a checkpoint repeats steps.
             turn = layout.rounds[bucket] = layout.rounds.get(bucket, 0) + 1
             pending = _NodePending(self, layout, bucket, turn, what)
             layout.table.posted(bucket, self._me, turn)
             layout.open[bucket] = pending
             wake = layout.table.can_sum(bucket, turn)
-        self._tell(Message(Kind.POSTED, self._layout, bucket, self._me, turn), what)
+        self._neighbours.tell(Message(Kind.POSTED, self._layout, bucket, self._me, turn))
         if wake:  # else the last neighbour's message will
             self._neighbours.wake()
         return pending
 
     def close(self) -> None:
         """Take leave, end the threads, give the memory back."""
-        self._neighbours.close(Message(Kind.LEAVING))
+        self._neighbours.close(Message(Kind.LEAVING), _PATIENCE if self._failure is None else 0.0)
         if self._outbox is not None:
             self._outbox.close(1.0)
         for layout in self._layouts.values():
@@ -145,17 +149,16 @@ class NodeAverager:
         def arrived() -> None:
             try:
                 work.wait()
-            except PeerFailed as error:
+                self._announce(layout, pending)
+            except Exception as error:  # whoever waits for the bucket must not wait in vain
                 self._fail(error)
-                return
-            self._announce(layout, pending)
 
         self._outbox.submit(arrived)
 
     def _announce(self, layout: _Layout, pending: _NodePending) -> None:
         """My slice is complete."""
         message = Message(Kind.SUMMED, self._layout, pending.bucket, self._me, pending.round)
-        self._tell(message, pending.what)
+        self._neighbours.tell(message)
         with self._changed:
             layout.table.summed(pending.bucket, self._me, pending.round)
             self._settle(layout, pending.bucket)
@@ -177,14 +180,6 @@ class NodeAverager:
             self._layouts[number] = _Layout(len(self._members), self._lanes)
         return self._layouts[number]
 
-    def _tell(self, message: Message, what: str) -> None:
-        try:
-            self._neighbours.tell(message, self._group.timeout)
-        except TimeoutError as error:
-            raise self._group.silent(what) from error
-        except OSError as error:
-            raise self._group.explain(what, error) from error
-
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self._failure = self._failure or error
@@ -193,28 +188,46 @@ class NodeAverager:
                     pending.done.set()
             self._changed.notify_all()
 
-    def _wait(self, ready: object, what: str) -> None:
-        assert callable(ready)
+    def _wait_for_memory(self, layout: _Layout) -> None:
         deadline = time.monotonic() + self._group.timeout
-        with self._changed:
-            while not ready():
-                self.check(what, deadline)
-                self._changed.wait(_POLL)
+        while True:
+            with self._changed:
+                missing = [m for m in range(len(self._members)) if m not in layout.memory]
+                if layout.result is None and not missing:
+                    missing = [0]
+                if not missing:
+                    return
+                if self._failure is None:
+                    self._changed.wait(_POLL)
+            # Outside the lock: it asks the store, and messages must be read meanwhile.
+            self.check("exchanging shared memory", deadline, missing)
 
-    def check(self, what: str, deadline: float, missing: str = "") -> None:
-        """Raise what is known to be wrong, or that the time is up."""
+    def check(self, what: str, deadline: float, members: Sequence[int], missing: str = "") -> None:
+        """Raise what is known to be wrong, or that the time is up.
+
+        ``members`` are the ranks of this machine that are waited for; ``missing`` says for what.
+        """
         if isinstance(self._failure, PeerFailed):
             raise self._failure
         if self._failure is not None:
             raise self._group.explain(what, self._failure) from self._failure
         self._group.check_peers(what)
+        gone = [self._members[m] for m in members if self._neighbours.left(self._members[m])]
+        if gone:
+            raise self._group.explain(what, ConnectionResetError(f"rank {gone[0]} has left"))
         if time.monotonic() > deadline:
+            missing = missing or f" (nothing from rank {self.named(members)} on this machine)"
             raise self._group.silent(what + missing)
 
     @property
     def timeout(self) -> float:
         """Seconds a silent peer is waited for."""
         return self._group.timeout
+
+    @property
+    def several(self) -> bool:
+        """Whether sums also travel between machines."""
+        return self._several
 
     def named(self, members: Sequence[int]) -> str:
         """Ranks, for people."""
@@ -241,14 +254,15 @@ class _NodePending:
         deadline = time.monotonic() + self._owner.timeout
         self.done.wait(_POLL)
         while not self.complete:  # done without that: the owner has failed
-            self._owner.check(self.what, deadline, self._missing())
+            posted, summed = self._layout.table.missing(self.bucket, self.round)
+            self._owner.check(self.what, deadline, posted or summed, self._shown(posted, summed))
             self.done.wait(_POLL)
 
-    def _missing(self) -> str:
-        posted, summed = self._layout.table.missing(self.bucket, self.round)
+    def _shown(self, posted: Sequence[int], summed: Sequence[int]) -> str:
         if posted:
             return f" (nothing from rank {self._owner.named(posted)} on this machine)"
-        return f" (no sum from rank {self._owner.named(summed)} of this machine)" if summed else ""
+        where = "another machine, or from " if self._owner.several else ""
+        return f" (no sum from {where}rank {self._owner.named(summed)} of this machine)"
 
 
 class _Spec:
@@ -296,9 +310,6 @@ class _Layout:
         """How often each bucket was launched."""
         self.open: dict[int, _NodePending] = {}
         """Buckets that were launched and have no average yet, in the order of launches."""
-
-    def exchanged(self, members: int) -> bool:
-        return len(self.memory) == members and self.result is not None
 
     def map(self, spec: _Spec, me: int, lanes: int) -> list[BucketMemory]:
         assert self.result is not None
