@@ -103,7 +103,7 @@ def _share_memory() -> None:
         with receiver:
             given = Arena(4096, label="doctor")
             try:
-                send(sender, Message(Kind.CONTRIBUTION, descriptor=given.fd), 5.0)
+                send(sender, Message(Kind.CONTRIBUTION, descriptor=given.fd))
                 taken = Arena.attach(receive(receiver).descriptor)
                 given.bytes[: len(mark)] = list(mark)
                 seen = taken.bytes[: len(mark)].tobytes()
