@@ -68,6 +68,7 @@ class Bucket:
         self._flags: Tensor | None = None
         self._summed_flags: Tensor | None = None
         self._versions: list[int] = []
+        self._weights: list[int] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -193,8 +194,16 @@ class Bucket:
         return Ready(self.number, self.optimizer, indices)
 
     def note_versions(self) -> None:
-        """Remember the gradients as they are, to see whether somebody changes them."""
+        """Remember gradients and weights as they are, to see whether somebody changes them."""
         self._versions = self._read_versions()
+        self._weights = [slot.parameter._version for slot in self.slots]
+
+    def moved(self) -> str | None:
+        """The name of a weight that somebody changed since ``note_versions``."""
+        for slot, version in zip(self.slots, self._weights, strict=True):
+            if slot.parameter._version != version:
+                return slot.name
+        return None
 
     def written(self) -> bool:
         """Whether somebody changed a gradient in place since ``note_versions``."""

@@ -374,6 +374,9 @@ class Layerwise:
             return
         if self._keeps_gradients and bucket.written():
             raise self._broken(_touched(bucket))
+        moved = bucket.moved()
+        if moved is not None:
+            raise self._broken(weight_changed(moved))
         self._updated_at.append(self._updater.update(ready))
 
     def _reduce_dormant(self) -> None:

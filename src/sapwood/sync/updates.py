@@ -159,7 +159,7 @@ def option_changed(option: str) -> str:
 def weight_changed(name: str) -> str:
     """The refusal of a weight that was written too early."""
     return (
-        f"{name} was changed between backward() and run.step(), but it had been updated during "
-        "backward, so the update would be lost; change weights after run.step(), or use "
+        f"{name} was changed between backward() and run.step(), but it is updated during backward, "
+        "so one of the two would be lost; change weights after run.step(), or use "
         "update='deferred'"
     )
