@@ -446,7 +446,7 @@ class Layerwise:
             order,
             context.parameters,
             first_bytes=int(context.settings.first_bucket_mb * 2**20),
-            bucket_bytes=context.settings.bucket_bytes(context.group.device),
+            bucket_bytes=context.settings.bucket_bytes(context.group.device, self._averager.name),
             reason=reason,
         )
         self._updater.pass_all_fences()
