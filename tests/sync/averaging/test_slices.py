@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +21,7 @@ def test_slices_cover_all_and_begin_at_cache_lines(length: int, size: int, count
     assert len(slices) == count
     assert slices[0].start == 0
     assert slices[-1].stop == length
-    for one, following in zip(slices, slices[1:], strict=False):
+    for one, following in pairwise(slices):
         assert one.start <= one.stop == following.start
         assert one.stop * size % LINE == 0 or one.stop == length
     lines = [-(-(s.stop - s.start) * size // LINE) for s in slices]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
 import threading
 from contextlib import suppress
@@ -43,9 +42,9 @@ def go_round(group: Any, averager: Any, memory: Any, sizes: Sizes, turn: int) ->
 def descriptors(*kinds: str) -> list[str]:
     """What this process holds open of these kinds."""
     found = []
-    for name in os.listdir("/proc/self/fd"):
+    for one in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
-            shown = os.readlink(f"/proc/self/fd/{name}")
+            shown = str(one.readlink())
             found += [shown for kind in kinds if kind in shown]
     return found
 
@@ -181,7 +180,7 @@ def three_times() -> list[tuple[int, int, int, list[str]]]:
                 memory = chosen.averager.lay_out(sizes)
                 go_round(group, chosen.averager, memory, sizes, 1)
             del memory
-        maps = [line for line in Path("/proc/self/maps").open() if "sapwood-" in line]
+        maps = [m for m in Path("/proc/self/maps").read_text().splitlines() if "sapwood-" in m]
         names = [t.name for t in threading.enumerate() if t.name.startswith("sapwood")]
         found.append((len(descriptors("memfd:", "eventfd")), local_sockets(), len(maps), names))
     return found
@@ -189,11 +188,11 @@ def three_times() -> list[tuple[int, int, int, list[str]]]:
 
 @pytest.mark.parametrize("sizes", [None, pytest.param([2, 1], marks=needs_machines)])
 def test_nothing_is_left_after_close(sizes: list[int] | None) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     for found in ranks.spawn(three_times, 3, machines=sizes):
         assert found[1] == found[2]
         assert found[2][2:] == (0, [])
-    assert set(os.listdir("/dev/shm")) <= before
+    assert set(Path("/dev/shm").iterdir()) <= before
 
 
 def average_once(wanted: str) -> tuple[str, str, bool]:
