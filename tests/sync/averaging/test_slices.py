@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -53,15 +53,14 @@ def by_hand(parts: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("length", [0, 1, 1000, 32768, 70001])
-def test_sums_are_in_the_order_of_ranks(dtype: torch.dtype, count: int, length: int) -> None:
-    parts = parts_of(count, length, dtype)
-    before = [part.clone() for part in parts]
-    out = torch.full((length,), 7.0, dtype=dtype)
-    add_up(parts, out)
-    assert torch.equal(out, by_hand(parts))
-    assert all(torch.equal(a, b) for a, b in zip(parts, before, strict=True))
+def test_sums_are_in_the_order_of_ranks(dtype: torch.dtype) -> None:
+    for count, length in product([1, 2, 3, 5], [0, 1, 1000, 32768, 70001]):
+        parts = parts_of(count, length, dtype)
+        before = [part.clone() for part in parts]
+        out = torch.full((length,), 7.0, dtype=dtype)
+        add_up(parts, out)
+        assert torch.equal(out, by_hand(parts)), (count, length)
+        assert all(torch.equal(a, b) for a, b in zip(parts, before, strict=True))
 
 
 def test_the_order_matters_here() -> None:

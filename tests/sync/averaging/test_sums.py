@@ -42,9 +42,9 @@ def go_round(group: Any, averager: Any, memory: Any, sizes: Sizes, turn: int) ->
 def descriptors(*kinds: str) -> list[str]:
     """What this process holds open of these kinds."""
     found = []
-    for entry in Path("/proc/self/fd").iterdir():
+    for one in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
-            shown = str(entry.readlink())
+            shown = str(one.readlink())
             found += [shown for kind in kinds if kind in shown]
     return found
 

@@ -66,6 +66,8 @@ class Neighbours:
         with self._sending:
             for fd, (_, link) in self._by_fd.items():
                 waiting = self._backlog[fd]
+                if fd in self._ended:
+                    continue
                 if waiting or not _sent(link, message):
                     waiting.append(message)
                     full = True
@@ -114,7 +116,9 @@ class Neighbours:
                     rank = self._by_fd[fd][0]
                     if not self._read(fd):
                         poller.unregister(fd)
-                        self._ended.add(fd)
+                        with self._sending:
+                            self._ended.add(fd)
+                            self._backlog[fd].clear()
                 self._progress()
                 for fd in self._by_fd.keys() - self._ended:
                     poller.modify(fd, select.POLLIN | (select.POLLOUT if self._owes(fd) else 0))
