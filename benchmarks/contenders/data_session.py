@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import Case, Extra, NotRun, RankGroup
+from core import Case, Extra, NotRun, RankGroup, Spot
 from core.ranks import BENCHMARKS
 
 from .data_costs import Answers, read_metrics, wrong_records
@@ -52,7 +52,7 @@ class Data:
         done = subprocess.run(
             [*command, str(self.count), str(self.nbytes), *missing],
             cwd=BENCHMARKS,
-            env=RankGroup.environment(1, "data"),
+            env=RankGroup.environment([Spot()], "data"),
             capture_output=True,
             text=True,
             timeout=600,

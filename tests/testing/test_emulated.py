@@ -6,6 +6,7 @@ import copy
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,7 +201,8 @@ def test_weights_are_read_as_ordinary_layers_read_them() -> None:
     work = workloads.emulated(**FAST)
     model = work.model()
     names, parameters = zip(*model.named_parameters(), strict=True)
-    reads = WeightReads(names, parameters, UsageError)
+    watched = SimpleNamespace(model=model, names=names, parameters=parameters)
+    reads = WeightReads(watched, UsageError)
     x, y = work.batch(0)
     reads.start_forward()
     output = model(x)
