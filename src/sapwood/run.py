@@ -45,6 +45,7 @@ from sapwood.sync import (
     Synchroniser,
     SyncSettings,
     SyncStats,
+    Tuner,
     Views,
     check_kinds,
     check_model,
@@ -199,9 +200,11 @@ class Run:
                 world=group.world,
                 run_id=self.id,
             )
-            way, why = averaging.averager.name, averaging.reason
-            self.trace.instant("averaging", lane="comm", way=way, reason=why)
+            why = averaging.reason
+            self.trace.instant("averaging", lane="comm", way=averaging.averager.name, reason=why)
         self._views = Views(self.optimizer, sync.value.fused, mode)
+        way, early = averaging.averager.name, mode == "layerwise"
+        self.tuner = Tuner(group, way, sync.value.bucket_mb, early=early)
         context = Context(
             model=model,
             names=names,
@@ -211,6 +214,7 @@ class Run:
             scaler=scaler,
             group=group,
             averaging=averaging,
+            tuner=self.tuner,
             events=self.events,
             trace=self.trace,
             settings=sync.value,
@@ -248,6 +252,7 @@ class Run:
             self.trace.instant("step_ended", step=self.step_count)
             self._flush_trace()
         if self.group.rank == 0:
+            self._place.learned["buckets"] = self.tuner.learned
             self._place.status("running", self.step_count, now=False)
         self._stop_if_asked()
         self.events.raise_pending()

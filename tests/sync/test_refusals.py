@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -272,3 +273,44 @@ def test_a_scheduler_that_needs_a_metric_is_refused_at_once() -> None:
         models.train_run_step(run, 0)
         plateau.step(1.0)
         models.train_run_step(run, 1)
+
+
+def _look(look: Callable[[torch.Tensor], object], head: nn.Parameter, _: torch.Tensor) -> None:
+    assert head.grad is not None
+    look(head.grad)
+
+
+def look_during_backward() -> list[str]:
+    """Hooks of other layers that look at a gradient which has been handed over for averaging."""
+    said = []
+    looks: dict[str, Callable[[torch.Tensor], object]] = {
+        "value": lambda gradient: gradient.norm(),
+        "change": lambda gradient: gradient.mul_(2.0),
+        "alias": lambda gradient: gradient.data,
+        "harmless": lambda gradient: (gradient.shape, gradient.dtype, gradient.numel()),
+    }
+    for name, look in looks.items():
+        for update in ("layerwise", "deferred"):
+            model = models.mlp()
+            head, first = model[-1].weight, model[0].weight
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run = sapwood.Run(model, optimizer, timeout=30.0, update=update)
+            first.register_hook(partial(_look, look, head))
+            try:
+                models.train_run_step(run, 0)
+                said.append(f"{name} {update}: works")
+            except UsageError as error:
+                clear = "hook of the parameter itself" in str(error)
+                said.append(f"{name} {update}: {'refused' if clear else error}")
+            finally:
+                run.close()
+    return said
+
+
+def test_a_hook_that_looks_at_a_gradient_on_its_way_is_refused() -> None:
+    want = [
+        f"{name} {update}: {'refused' if update == 'layerwise' and name != 'harmless' else 'works'}"
+        for name in ("value", "change", "alias", "harmless")
+        for update in ("layerwise", "deferred")
+    ]
+    assert ranks.spawn(look_during_backward, 2, timeout=100) == [want, want]

@@ -36,6 +36,8 @@ class RunInfo:
     averaging: str | None = None
     """How gradients are averaged, and why; None for runs of older versions."""
     averaging_reason: str | None = None
+    buckets: str | None = None
+    """What was measured in the first steps, and chosen; None where nothing was."""
 
 
 def list_runs(root: Path) -> list[RunInfo]:
@@ -125,6 +127,7 @@ def _interpret(folder: Path, facts: dict[str, Any], status: dict[str, Any]) -> R
         host=str(host["name"]) if "name" in host else None,
         averaging=_maybe(layout.get("averaging")),
         averaging_reason=_maybe(layout.get("averaging_reason")),
+        buckets=_maybe(status.get("buckets")),
     )
 
 

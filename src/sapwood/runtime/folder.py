@@ -54,6 +54,8 @@ class RunFolder:
             )
         self.id = run_id
         self.path = Path(root) / run_id
+        self.learned: dict[str, str | None] = {}
+        """What the run found out since it began; written with its status."""
         self._next_status = 0.0
 
     def create(self, facts: Mapping[str, Any]) -> None:
@@ -89,6 +91,7 @@ class RunFolder:
             return
         self._next_status = clock + _STATUS_EVERY
         entry: dict[str, Any] = {"state": state, "step": step, "time": time.time()}
+        entry |= {name: text for name, text in self.learned.items() if text is not None}
         if detail is not None:
             entry["detail" if state == "stopped" else "error"] = detail
         try:

@@ -80,6 +80,11 @@ class RunHandle(Protocol):
         ...
 
     @property
+    def tuner(self) -> Stateful:
+        """Holds the engine's choices that were made by measurement."""
+        ...
+
+    @property
     def step_count(self) -> int:
         """Steps ended so far."""
         ...
@@ -108,8 +113,9 @@ class RunHandle(Protocol):
 
 
 def run_state(run: RunHandle) -> dict[str, Stateful]:
-    """What a run steps beside its optimizer, by name: schedulers, and a gradient scaler."""
+    """What belongs to a run beside its optimizer, by name: schedulers, a gradient scaler, ..."""
     named: dict[str, Stateful] = {f"scheduler {n}": s for n, s in enumerate(run.schedulers)}
+    named["bucket sizes"] = run.tuner
     if run.scaler is not None:
         named["scaler"] = run.scaler
     return named

@@ -82,7 +82,8 @@ def _give(here: Mapping[str, Stateful], saved: Mapping[str, Any]) -> list[str]:
                 raise CheckpointError(
                     f"{name} did not take its saved state: {type(error).__name__}: {error}"
                 ) from error
-    notes = [f"{name} was not saved and keeps its state" for name in here if name not in saved]
+    missing = [n for n in here if n not in saved and not getattr(here[n], "may_be_missing", False)]
+    notes = [f"{name} was not saved and keeps its state" for name in missing]
     return notes + [f"{name} was saved but is not here" for name in saved if name not in here]
 
 

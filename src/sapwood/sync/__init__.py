@@ -6,6 +6,7 @@ from sapwood.sync.engines import make_engine
 from sapwood.sync.members import Members, check_model
 from sapwood.sync.optim import Views, choose_mode
 from sapwood.sync.supported import Claim, check_kinds, check_schedulers
+from sapwood.sync.tune import Tuner
 
 __all__ = [
     "Averaging",
@@ -16,6 +17,7 @@ __all__ = [
     "SyncSettings",
     "SyncStats",
     "Synchroniser",
+    "Tuner",
     "Views",
     "check_kinds",
     "check_model",

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
 from torch import nn
 
 from sapwood.errors import ConfigError
@@ -15,6 +14,7 @@ from sapwood.events import EventBus
 from sapwood.runtime.group import Group
 from sapwood.sync.averaging import Averaging
 from sapwood.sync.optim import UpdateMode, Views
+from sapwood.sync.tune import Tuner
 from sapwood.trace import Tracer
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class SyncSettings:
     first_bucket_mb: float = 1.0
     """Size of the first bucket: small, to start sending early."""
     bucket_mb: float | None = None
-    """Size of the other buckets; None: 25, and 8 between CPUs with ``averaging="direct"``."""
+    """Size of the other buckets, updated during backward; None: 25 (8 between CPUs with
+    ``averaging="direct"``), and with large models chosen by measurement in the first steps."""
     broadcast_buffers: bool = True
     """Give every rank rank 0's buffers (BatchNorm statistics) when a step ends."""
     replan_after: int = 3
@@ -66,15 +67,6 @@ class SyncSettings:
                 raise ConfigError(f"{name} is {value}, expected a number more than 0")
         if self.replan_after < 1:
             raise ConfigError(f"replan_after is {self.replan_after}, expected at least 1")
-
-    def bucket_bytes(self, device: torch.device, averaging: str) -> int:
-        """The size of a bucket on ``device``.
-
-        gloo's all-reduce of a large bucket would delay every update behind it; through memory a
-        large one is as quick per byte as a small one, and wakes fewer threads.
-        """
-        default = 8.0 if device.type == "cpu" and averaging == "direct" else 25.0
-        return int((self.bucket_mb or default) * 2**20)
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:
@@ -114,6 +106,7 @@ class Context:
     scaler: GradScaler | None
     group: Group
     averaging: Averaging
+    tuner: Tuner
     events: EventBus
     trace: Tracer
     settings: SyncSettings

@@ -125,6 +125,24 @@ class Bucket:
         for slot in self.slots:
             slot.filled = False
 
+    def take(self, slot: Slot) -> None:
+        """Take a gradient that is complete, while it is in the cache.
+
+        Its memory is free for the next layer's gradient at once: if all of a bucket's were freed
+        together, they would go back to the system, and every page be faulted in again. Not where
+        ``p.grad`` is private: there, hooks of other layers may still want to see it.
+        """
+        gradient = slot.parameter.grad
+        if self._memory is None or self._private or gradient is None:
+            return
+        self._give(slot, gradient)
+
+    def _give(self, slot: Slot, gradient: Tensor) -> None:
+        assert slot.given is not None
+        _check_usable(slot, gradient)
+        torch.mul(gradient, self._scale, out=slot.given)
+        slot.parameter.grad = slot.gradient
+
     def seal(self, status: Sequence[float] = ()) -> None:
         """Take this rank's gradients, scaled so that the sum over ranks is the mean.
 
@@ -138,16 +156,13 @@ class Bucket:
             self._flags[len(self.slots) :] = torch.tensor(status, dtype=self.dtype)
         for position, slot in enumerate(self.slots):
             assert slot.given is not None
-            parameter = slot.parameter
             # Also what an accumulating backward left, which had no hook in this one.
-            gradient = parameter.grad
+            gradient = slot.parameter.grad
             if gradient is None:
                 slot.given.zero_()
                 self._flags[position] = 0.0
-                continue
-            _check_usable(slot, gradient)
-            torch.mul(gradient, self._scale, out=slot.given)
-            parameter.grad = slot.gradient
+            elif gradient is not slot.gradient:  # else it was taken
+                self._give(slot, gradient)
 
     def _seal_alone(self, status: Sequence[float]) -> None:
         self.status = list(status)

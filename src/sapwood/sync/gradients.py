@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sapwood.errors import UsageError
 from sapwood.sync.guard import in_backward
 
 __all__ = ["AveragedGradient", "changed_behind", "forget", "present_as"]
@@ -28,6 +29,17 @@ _ALIASES = (
     Tensor.untyped_storage,
     Tensor.__array__,
     Tensor.__dlpack__,
+)
+_GETTERS = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_sparse")
+# What can be asked while the values are still on their way.
+_HARMLESS = {
+    *(getattr(Tensor, name).__get__ for name in _GETTERS),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.element_size),
+}
+_TOO_EARLY = (
+    "a hook looks at p.grad during back-propagation, when this gradient has been handed over for "
+    "averaging; look at it in a hook of the parameter itself "
+    "(p.register_post_accumulate_grad_hook), after backward(), or use update='deferred'"
 )
 
 
@@ -45,9 +57,10 @@ class AveragedGradient(Tensor):
     ) -> Any:
         """Wait for the average, then do what was asked."""
         first = args[0] if args else None
-        # Inside back-propagation the average may need what is still to come.
-        if isinstance(first, AveragedGradient) and not in_backward():
-            if first._settle is not None:
+        if isinstance(first, AveragedGradient):
+            if first._settle is not None and function not in _HARMLESS:
+                if in_backward():  # the average may need what is still to come
+                    raise UsageError(_TOO_EARLY)
                 first._settle()
             if function in _ALIASES and first._before is None:
                 with _off():

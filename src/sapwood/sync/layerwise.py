@@ -14,14 +14,14 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sapwood.errors import PeerFailed, UsageError
-from sapwood.events import PlanChanged
+from sapwood.events import PlanChanged, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.worker import Worker
 from sapwood.sync.averaging.base import Pending
@@ -62,6 +62,7 @@ class Layerwise:
         self.accumulating = False
         self._context = context
         self._averager = context.averaging.averager
+        self._tuner = context.tuner
         self._members = Members(context.model, context.views.optimizer)
         self._updater = Updater(context, self.stats)
         self._buffers = BufferSync(context)
@@ -83,6 +84,7 @@ class Layerwise:
         self._keeps_gradients = False
         self._late: set[int] = set()
         self._withheld: list[Bucket] = []
+        self._step_start = 0.0
         self._forward_start = self._forward_end = self._last_gradient = 0
         self._updated_at: list[int] = []
         self._absent: list[int] = []
@@ -139,6 +141,8 @@ class Layerwise:
             bucket.reset()
         if self._reads is not None:
             self._reads.end_step()
+        if self._forward_seen:
+            self._tuner.note(time.perf_counter() - self._step_start)
         self._phase = _Phase.IDLE
         self._forward_seen = False
         self._updater.end_step()
@@ -180,6 +184,8 @@ class Layerwise:
             return
         self._follow_membership()
         self._be_last()
+        if not self._forward_seen:
+            self._step_start = time.perf_counter()
         self._forward_seen = True
         if self._reads is not None:
             self._reads.start_forward()
@@ -215,6 +221,7 @@ class Layerwise:
             slot.filled = True
             self._fired.append(index)
             bucket = slot.bucket
+            bucket.take(slot)
             bucket.missing -= 1
             if not bucket.missing:
                 self._full(bucket)
@@ -247,8 +254,9 @@ class Layerwise:
         self._phase = _Phase.BACKWARD
         self._armed = False
         self._context.group.step = self._updater.step
-        if self._plan is None or self._replanner.reason is not None:
-            self._make_plan()
+        due = self._replanner.reason or self._tuner.due
+        if self._plan is None or due is not None:
+            self._make_plan(due or "first backward")
         self._fired, self._updated_at, self._absent, self._woken = [], [], [], []
         self._next, self._disorder = 0, False
         self._context.views.follow()
@@ -359,6 +367,8 @@ class Layerwise:
             return False
         if self._careful or not self._forward_seen:
             return True
+        if not self._tuner.choice.early and not self._context.events.wants(TensorUpdated):
+            return True
         return bool(self._late) and not self._late.isdisjoint(bucket.indices)
 
     def _update_withheld(self) -> None:
@@ -432,9 +442,8 @@ class Layerwise:
     def _planned(self) -> list[Bucket]:
         return [] if self._buckets is None else self._buckets.planned
 
-    def _make_plan(self) -> None:
+    def _make_plan(self, reason: str) -> None:
         context = self._context
-        reason = self._replanner.reason or "first backward"
         if self._plan is None:
             context.group.check_same("set of trained parameters", context.names)
             mine = self._predicted
@@ -442,11 +451,12 @@ class Layerwise:
             mine = self._observed_order()
         self._predicted = []
         order = agree_order(context.group, mine)
+        self._tune(order)
         self._plan = lay_out(
             order,
             context.parameters,
             first_bytes=int(context.settings.first_bucket_mb * 2**20),
-            bucket_bytes=context.settings.bucket_bytes(context.group.device, self._averager.name),
+            bucket_bytes=int(self._tuner.choice.bucket_mb * 2**20),
             reason=reason,
         )
         self._updater.pass_all_fences()
@@ -454,11 +464,22 @@ class Layerwise:
         self._buckets = BucketSet(context, self._plan, self._settled_for_reader)
         self._careful = True
         self._replanner.planned()
+        self._tuner.planned()
         self.stats.plans += 1
         log.info("planned %d buckets: %s", len(self._plan.buckets), reason)
+        if context.trace.on:
+            count = len(self._plan.buckets)
+            context.trace.instant("plan", step=self._updater.step, buckets=count, reason=reason)
         context.events.publish(
             PlanChanged(step=self._updater.step, buckets=self.buckets, reason=reason)
         )
+
+    def _tune(self, order: Sequence[int]) -> None:
+        """Let measurements decide; on all ranks, with every plan."""
+        context = self._context
+        nbytes = sum(context.parameters[i].nbytes for i in order)
+        self._tuner.begin(nbytes, late=not context.events.wants(TensorUpdated))
+        self._tuner.decide()
 
     def _observed_order(self) -> list[int]:
         """The order gradients came in, then what did not come now but may come again."""

@@ -105,4 +105,5 @@ def _plain(run: RunInfo) -> dict[str, Any]:
         "host": run.host,
         "averaging": run.averaging,
         "averaging_reason": run.averaging_reason,
+        "buckets": run.buckets,
     }

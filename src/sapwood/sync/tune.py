@@ -1,0 +1,186 @@
+"""Bucket size and the moment of updates, chosen by measurement in a run's first steps.
+
+Where cores are idle during back-propagation, small buckets and early updates hide the averaging;
+where back-propagation fills every core, few large buckets disturb it least. No constant knows which
+machine this is. So each candidate trains a few steps of the run, twice, and rank 0's times decide.
+Every rank counts the same steps, so all come to the same trial in the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sapwood.runtime.group import Group
+
+__all__ = ["Choice", "Tuner"]
+
+_SIZES = (8.0, 25.0, 100.0)
+_WORTHWHILE = 16 * 2**20  # a smaller model is averaged in a few milliseconds, however it is cut
+_STEPS = 4  # timed, for each of a candidate's two turns
+_GAIN = 0.03  # what a candidate must win over the first one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How buckets are cut, and when they are applied."""
+
+    bucket_mb: float
+    early: bool = True
+    """Each as soon as it is averaged; else all when back-propagation is over."""
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"buckets of {self.bucket_mb:g} MB, updated " + (
+            "during back-propagation" if self.early else "after back-propagation"
+        )
+
+
+def _default(device: torch.device, averaging: str) -> float:
+    """Gloo's all-reduce of a large bucket would delay every update behind it.
+
+    Through memory a large one is as quick per byte as a small one, and wakes fewer threads.
+    """
+    return 8.0 if device.type == "cpu" and averaging == "direct" else 25.0
+
+
+class Tuner:
+    """Says what to plan with; the engine makes a new plan whenever ``due`` is not None.
+
+    Fulfils ``Stateful``: what was chosen is kept with the checkpoint, and not measured again.
+    """
+
+    may_be_missing = True  # in checkpoints of earlier versions
+
+    def __init__(
+        self, group: Group, averaging: str, bucket_mb: float | None, *, early: bool
+    ) -> None:
+        """Nothing is measured if ``bucket_mb`` is given.
+
+        Args:
+            group: the ranks.
+            averaging: the name of the way of averaging.
+            bucket_mb: the size the user asks for.
+            early: whether updates can be early at all.
+        """
+        self._group = group
+        self._averaging = averaging
+        self._early = early
+        self._settled = bucket_mb is not None
+        self._trials: list[Choice] = []
+        self._at = 0
+        self._over = False
+        self._seen = 0
+        self._times: dict[Choice, list[float]] = {}
+        size = bucket_mb or _default(group.device, averaging)
+        self.choice = Choice(bucket_mb=size, early=early)
+        """What to plan with."""
+        self.due: str | None = None
+        """Why the plan does not fit ``choice`` any longer."""
+        self.learned: str | None = None
+        """What was measured, for people."""
+
+    def begin(self, nbytes: int, *, late: bool) -> None:
+        """Call with the first plan, on all ranks: rank 0 says whether, and what, is tried.
+
+        Args:
+            nbytes: the size of all gradients.
+            late: whether updates may be late: nobody waits for updated tensors.
+        """
+        if self._settled:
+            return
+        self._settled = True
+        # Sums of more than two ranks depend on where gloo cuts a bucket.
+        worthwhile = nbytes >= _WORTHWHILE and not torch.are_deterministic_algorithms_enabled()
+        wanted = [asdict(c) for c in self._candidates(late=late)] if worthwhile else []
+        agreed = self._group.share_text("sizes of buckets to try", json.dumps(wanted))
+        there = [Choice(**one) for one in json.loads(agreed)]
+        if there:
+            # There and back: a machine that becomes slower or quicker favours nobody.
+            self._trials = [*there, *reversed(there)]
+            self._start(0)
+
+    def _candidates(self, *, late: bool) -> list[Choice]:
+        """What is worth a trial, the default first; the largest buckets leave cores alone."""
+        tried = [self.choice]
+        for size in _SIZES:
+            if size != self.choice.bucket_mb:
+                early = self._early and not (late and size == _SIZES[-1])
+                tried.append(Choice(bucket_mb=size, early=early))
+        return tried
+
+    def planned(self) -> None:
+        """A plan was made with ``choice``: its first step is not like the others."""
+        self.due = None
+        self._seen = 0
+
+    def note(self, seconds: float) -> None:
+        """A step with the present plan took so long."""
+        if not self._trials or self.due is not None:
+            return
+        self._seen += 1
+        if self._seen == 1:
+            return
+        self._times.setdefault(self.choice, []).append(seconds)
+        if self._seen > _STEPS:
+            if self._at + 1 < len(self._trials):
+                self._start(self._at + 1)
+            else:
+                self._over, self.due = True, "trials are over"
+
+    def decide(self) -> None:
+        """Call on all ranks before a plan is made: after the last trial, take rank 0's choice."""
+        if not self._over:
+            return
+        medians = {c: statistics.median(times) for c, times in self._times.items()}
+        mine = json.dumps([[asdict(c), seconds] for c, seconds in medians.items()])
+        agreed = json.loads(self._group.share_text("times of buckets", mine))
+        self._take({Choice(**choice): seconds for choice, seconds in agreed})
+
+    def _start(self, at: int) -> None:
+        self._at = at
+        if self._trials[at] != self.choice:
+            self.due = f"trying {self._trials[at]}"
+        self.choice = self._trials[at]
+        self._seen = 0
+
+    def _take(self, medians: Mapping[Choice, float]) -> None:
+        default = self._trials[0]
+        best = min(medians, key=medians.__getitem__)
+        if medians[best] > medians[default] * (1 - _GAIN):
+            best = default
+        others = ", ".join(
+            f"{1e3 * seconds:.1f} ms with {choice}"
+            for choice, seconds in medians.items()
+            if choice != best
+        )
+        self.learned = f"{best}: {1e3 * medians[best]:.1f} ms a step; {others}"
+        self.choice, self.due = best, f"measured: {best}"
+        self._stop()
+
+    def _stop(self) -> None:
+        self._trials, self._times, self._over = [], {}, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The choice, and what it was made for; nothing while trials are under way."""
+        if self.learned is None:
+            return {}
+        here = {"ranks": self._group.world, "averaging": self._averaging}
+        return {**asdict(self.choice), **here, "learned": self.learned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a choice that was made for the same ranks and the same way of averaging."""
+        same = (state.get("ranks"), state.get("averaging")) == (self._group.world, self._averaging)
+        if not same or (self._settled and not self._trials and self.learned is None):
+            return
+        chosen = Choice(bucket_mb=state["bucket_mb"], early=state["early"])
+        if chosen != self.choice:
+            self.choice, self.due = chosen, f"as in the checkpoint: {chosen}"
+        self._settled = True
+        self._stop()
+        self.learned = state["learned"]
