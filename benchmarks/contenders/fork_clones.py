@@ -118,9 +118,10 @@ class OurClone(Clone):
         )
         os.environ[ENV] = order.encode()
         try:
-            self.run = sapwood.Run(
-                state.model, state.optimizer, folder=self.context.scratch / "clones", trace=False
-            )
+            # The donors' size: else buckets would be measured in the steps that are timed.
+            settings = {"trace": False, "bucket_mb": 25.0}
+            folder = self.context.scratch / "clones"
+            self.run = sapwood.Run(state.model, state.optimizer, folder=folder, **settings)
         finally:
             del os.environ[ENV]
         if not self.order.gated:

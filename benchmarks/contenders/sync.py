@@ -264,6 +264,17 @@ def observe(
     return {"early_share": list(buckets), "early_bytes": list(sizes)}
 
 
+def settle(
+    workload: Workload, context: Context, made: dict[str, Trainer], contender: str
+) -> str | None:
+    """Train on until bucket sizes are chosen: a run's first steps are not like the others."""
+    trainer = made[contender]
+    assert isinstance(trainer, Sapwood)
+    while trainer.run.tuner.measuring:
+        trainer()
+    return trainer.run.tuner.learned
+
+
 def averaging(
     workload: Workload, context: Context, made: dict[str, Trainer], contender: str
 ) -> str | None:

@@ -152,6 +152,9 @@ class SyncSession:
             chosen = group.ask("call", function="averaging", contender=OURS)[0]
             self.extra.facts |= {f"{OURS} averages": chosen} if chosen else {}
         self.check(group)
+        for name in (n for n in (OURS, DIRECT, OBSERVED) if n in self.names):
+            learned = group.ask("call", function="settle", contender=name)[0]
+            self.extra.facts |= {f"{name} chose": learned} if learned else {}
 
     def say_sizes(self, nbytes: int) -> None:
         facts, ranks, machines = self.extra.facts, self.case["ranks"], self.case["machines"]

@@ -98,9 +98,10 @@ class Sapwood(Training):
         import sapwood
 
         super().__init__(workload)
-        self.run = sapwood.Run(
-            self.plain, self.optimizer, folder=context.scratch / "run", trace=False
-        )
+        # A size, or the first 30 steps, which are all there are here, would measure buckets.
+        settings = {"trace": False, "bucket_mb": 25.0}
+        folder = context.scratch / "run"
+        self.run = sapwood.Run(self.plain, self.optimizer, folder=folder, **settings)
         self.closed = False
         self.step()
 

@@ -21,7 +21,7 @@ from sapwood.runtime.group import Group
 __all__ = ["Choice", "Tuner"]
 
 _SIZES = (8.0, 25.0, 100.0)
-_WORTHWHILE = 16 * 2**20  # a smaller model is averaged in a few milliseconds, however it is cut
+_WORTHWHILE = 4 * 2**20  # a smaller model is averaged in a millisecond or two, however it is cut
 _STEPS = 4  # timed, for each of a candidate's two turns
 _GAIN = 0.03  # what a candidate must win over the first one
 
@@ -113,6 +113,11 @@ class Tuner:
                 early = self._early and not (late and size == _SIZES[-1])
                 tried.append(Choice(bucket_mb=size, early=early))
         return tried
+
+    @property
+    def measuring(self) -> bool:
+        """Whether trials are under way; the same on all ranks."""
+        return bool(self._trials)
 
     def planned(self) -> None:
         """A plan was made with ``choice``: its first step is not like the others."""
