@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,6 +85,21 @@ def test_one_slow_step_decides_nothing() -> None:
     assert made.learned is not None
 
 
+def test_steps_without_a_batch_count_but_are_not_timed() -> None:
+    made = tuner()
+    train(made, {A: 1.0, B: 0.5, C: 0.9})
+    idle = tuner()
+    idle.begin(LARGE, late=True)
+    steps = 0
+    while idle.learned is None:
+        idle.planned()
+        for _ in range(5):
+            idle.note(None)
+            steps += 1
+        idle.decide()
+    assert (steps, idle.choice) == (TRIAL_STEPS, A)
+
+
 def test_updates_stay_early_where_somebody_waits_for_tensors() -> None:
     made = tuner()
     made.begin(LARGE, late=False)
@@ -160,9 +175,10 @@ def make_measurable() -> None:
     tune._SIZES = (0.01, 25.0, 100.0)
 
 
-def go(run: sapwood.Run, steps: Iterable[int]) -> None:
+def go(run: sapwood.Run, steps: Iterable[int], absent: Container[int] = ()) -> None:
     for step in steps:
-        run.model(batch(step)).square().mean().backward()
+        if step not in absent:
+            run.model(batch(step)).square().mean().backward()
         run.step()
 
 
@@ -198,6 +214,22 @@ def test_two_ranks_measure_agree_and_stay_bit_for_bit(tmp_path: Path) -> None:
     assert first == second
     assert first["status"] == first["deferred"][0]
     assert not first["deferred"][2].early
+
+
+def differing(folder: Path) -> tuple[str | None, int]:
+    """Each rank has no batch in other steps, also when a trial begins or ends."""
+    make_measurable()
+    net = model()
+    with sapwood.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), folder=folder) as run:
+        absent = {5, 6, 11} if rank() == 0 else {4, 10, 14, 29, 30}
+        go(run, range(TRIAL_STEPS + 3), absent)
+        return run.tuner.learned, run.stats.plans
+
+
+def test_ranks_without_a_batch_now_and_then_measure_together(tmp_path: Path) -> None:
+    first, second = ranks.spawn(differing, 2, tmp_path, timeout=100)
+    assert first == second
+    assert first[0] is not None
 
 
 def restored(folder: Path) -> tuple[str, str]:

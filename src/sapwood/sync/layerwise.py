@@ -141,8 +141,8 @@ class Layerwise:
             bucket.reset()
         if self._reads is not None:
             self._reads.end_step()
-        if self._forward_seen:
-            self._tuner.note(time.perf_counter() - self._step_start)
+        # On every rank in every step, or trials would not end together.
+        self._tuner.note(time.perf_counter() - self._step_start if self._forward_seen else None)
         self._phase = _Phase.IDLE
         self._forward_seen = False
         self._updater.end_step()

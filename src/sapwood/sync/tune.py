@@ -124,14 +124,15 @@ class Tuner:
         self.due = None
         self._seen = 0
 
-    def note(self, seconds: float) -> None:
-        """A step with the present plan took so long."""
+    def note(self, seconds: float | None) -> None:
+        """A step with the present plan took so long; None: this rank had nothing to compute."""
         if not self._trials or self.due is not None:
             return
         self._seen += 1
         if self._seen == 1:
             return
-        self._times.setdefault(self.choice, []).append(seconds)
+        if seconds is not None:
+            self._times.setdefault(self.choice, []).append(seconds)
         if self._seen > _STEPS:
             if self._at + 1 < len(self._trials):
                 self._start(self._at + 1)
@@ -156,15 +157,17 @@ class Tuner:
 
     def _take(self, medians: Mapping[Choice, float]) -> None:
         default = self._trials[0]
-        best = min(medians, key=medians.__getitem__)
-        if medians[best] > medians[default] * (1 - _GAIN):
+        best = min(medians, key=medians.__getitem__, default=default)
+        # Without a time of the default (rank 0 had no batch in these steps) nothing is known.
+        if default not in medians or medians[best] > medians[default] * (1 - _GAIN):
             best = default
         others = ", ".join(
             f"{1e3 * seconds:.1f} ms with {choice}"
             for choice, seconds in medians.items()
             if choice != best
         )
-        self.learned = f"{best}: {1e3 * medians[best]:.1f} ms a step; {others}"
+        time = f"{1e3 * medians[best]:.1f} ms a step" if best in medians else "not timed"
+        self.learned = f"{best}: {time}; {others}"
         self.choice, self.due = best, f"measured: {best}"
         self._stop()
 
