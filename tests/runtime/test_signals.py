@@ -141,19 +141,23 @@ def sleeper() -> None:
 
 
 def in_a_rank() -> list[int | None]:
-    """A forked child inherits the handlers, and must still end when it is told to."""
+    """A forked child must end when it is told to, also in the moment it begins."""
     with make_run() as run:
-        child = multiprocessing.get_context("fork").Process(target=sleeper)
-        child.start()
-        child.terminate()
-        child.join(30)
-        code = child.exitcode
+        codes = []
+        for _ in range(20):
+            child = multiprocessing.get_context("fork").Process(target=sleeper)
+            child.start()
+            child.terminate()
+            child.join(10)
+            codes.append(child.exitcode)
+            child.kill()
         assert not run.stopping
-    return [code]
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+    return codes
 
 
 def test_a_forked_child_ends_as_usual():
-    assert ranks.spawn(in_a_rank, 1) == [[-signal.SIGTERM]]
+    assert ranks.spawn(in_a_rank, 1) == [[-signal.SIGTERM] * 20]
 
 
 def wait_for_a_second() -> None:

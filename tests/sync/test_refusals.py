@@ -226,7 +226,8 @@ def test_what_is_not_for_a_run_is_refused_by_name_with_the_remedy(name: str) -> 
     if function is accumulate_under_ddp and all(o.error_type is None for o in outcomes):
         return  # it works: tests/parity looks at the result
     for outcome in outcomes:
-        assert outcome.error_type in {"ConfigError", "UsageError"}, outcome.error
+        # PeerFailed: the other rank was quicker, and said why.
+        assert outcome.error_type in {"ConfigError", "UsageError", "PeerFailed"}, outcome.error
         message = outcome.error.rstrip().rpartition("\nsapwood.errors.")[2]
         for pattern in (thing, remedy):
             with pytest.raises(AssertionError, match=f"(?s){pattern}"):

@@ -71,6 +71,8 @@ def listen(signals: Sequence[signal.Signals], heard: Heard) -> Listening:
         return Listening((), heard)
     taken = tuple(int(number) for number in signals if _take(number))
     listening = Listening(taken, heard)
+    if not _owner:
+        os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_forget)
     _owner = os.getpid()
     _listeners = (*_listeners, listening)
     return listening
@@ -130,6 +132,30 @@ def _handle(number: int, frame: FrameType | None) -> None:
     before = _before.get(number)
     if callable(before):
         before(number, frame)
+
+
+# -- forks of this process, such as workers of a data loader: they end as without us ---------------
+
+_held = threading.local()
+
+
+def _hold() -> None:
+    """Python drops what it heard of when it has forked: what comes meanwhile waits in the system."""
+    numbers = {number for one in _listeners for number in one.numbers}
+    _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _let_go() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.before)
+
+
+def _forget() -> None:
+    """In the child: the handlers go, then what waited may come."""
+    global _listeners
+    _listeners = ()
+    for number in list(_before):
+        _restore(number)
+    _let_go()
 
 
 def _usual(number: int, frame: FrameType | None) -> None:

@@ -221,7 +221,8 @@ class Layerwise:
             slot.filled = True
             self._fired.append(index)
             bucket = slot.bucket
-            bucket.take(slot)
+            if bucket.number < len(self._planned):  # others get their memory when they wake
+                bucket.take(slot)
             bucket.missing -= 1
             if not bucket.missing:
                 self._full(bucket)
