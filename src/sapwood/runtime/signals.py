@@ -140,7 +140,7 @@ _held = threading.local()
 
 
 def _hold() -> None:
-    """Python drops what it heard of when it has forked: what comes meanwhile waits in the system."""
+    """Python drops what it heard while it forked, so that has to wait in the system."""
     numbers = {number for one in _listeners for number in one.numbers}
     _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
