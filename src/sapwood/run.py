@@ -182,7 +182,12 @@ class Run:
         self._fork = join_fork(group, model, self.optimizer)
         if self._fork is None:
             _give_rank0_values(group, model)
-        averaging = choose_averager(group, sync.value.averaging, engine=sync.value.engine)
+        averaging = choose_averager(
+            group,
+            sync.value.averaging,
+            engine=sync.value.engine,
+            nbytes=sum(p.numel() * p.element_size() for p in parameters),
+        )
         self._averaging = averaging
         log.info("averaging is %s: %s", averaging.averager.name, averaging.reason)
         self.id = self._claim.run = group.share_text("run id", run_id or new_run_id())

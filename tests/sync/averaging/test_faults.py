@@ -9,11 +9,14 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import sapwood
+from sapwood.sync.averaging import node
+from sapwood.sync.averaging.slices import add_up
 from sapwood.testing import faults, ranks
 from sapwood.testing import machines as testing_machines
 from sapwood.testing.ranks import rank
@@ -108,6 +111,38 @@ def test_a_rank_that_leaves_early_is_named() -> None:
     assert second == ""
     for told in (first, third):
         assert "rank 1 left the run after 3 steps" in told
+
+
+def fail_to_sum() -> tuple[str, str]:
+    """Rank 1's own summing fails in the third step."""
+    calls = 0
+
+    def failing(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 9:
+            raise OSError(12, "Cannot allocate memory")
+        add_up(*args)
+
+    if rank() == 1:
+        node.add_up = failing
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    try:
+        with sapwood.Run(model, optimizer, averaging="node", timeout=LONG, **TINY) as run:
+            for step in range(FOREVER):
+                models.train_run_step(run, step)
+    except (OSError, sapwood.errors.PeerFailed) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_error_in_summing_is_the_own_ranks_and_told_to_the_others() -> None:
+    first, second, third = ranks.spawn(fail_to_sum, 3)
+    assert second == ("OSError", "[Errno 12] Cannot allocate memory")
+    for kind, told in (first, third):
+        assert kind == "PeerFailed"
+        assert "rank 1 failed: OSError: [Errno 12] Cannot allocate memory" in told
 
 
 def four_runs() -> list[tuple[int, list[str]]]:
