@@ -13,8 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import sapwood
-from sapwood.cli.words import seconds
-from sapwood.errors import ConfigError
 from sapwood.testing import ranks
 from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.local import LocalTier
@@ -62,12 +60,7 @@ def test_prune_by_metric_wants_to_know_which_way(capsys):
     assert "say what to keep" in refused(capsys, "prune")
     assert "belong to --best" in refused(capsys, "prune", "--lower", "--last", "1")
     assert "--spaced is 'soon'" in refused(capsys, "prune", "--spaced", "soon")
-
-
-def test_lengths_of_time():
-    assert [seconds(t, "--older") for t in ("90", "1.5m", "2h", "1d")] == [90, 90, 7200, 86400]
-    with pytest.raises(ConfigError, match="expected a time"):
-        seconds("-1h", "--older")
+    assert "--older is '-1h'" in refused(capsys, "repair", "--older=-1h")
 
 
 # -- repair --------------------------------------------------------------------------------

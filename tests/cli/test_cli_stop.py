@@ -38,7 +38,7 @@ TRAIN = """
     ckpt = sapwood.Checkpointer(run, "ckpts", every=3)
     ckpt.restore_latest()
     torch.manual_seed(run.rank) if run.step_count == 0 else None
-    while run.step_count < (8 if how != "wait" else 10**6):
+    while run.step_count < (8 if how in ("straight", "usr1") else 10**6):
         step = run.step_count + 1
         data = torch.Generator().manual_seed(100 * step + run.rank)
         loss = run.model(torch.randn(4, 8, generator=data)).square().mean()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import sapwood
 from sapwood.sync.averaging import node
@@ -145,22 +146,60 @@ def test_an_error_in_summing_is_the_own_ranks_and_told_to_the_others() -> None:
         assert "rank 1 failed: OSError: [Errno 12] Cannot allocate memory" in told
 
 
-def four_runs() -> list[tuple[int, list[str]]]:
-    """Shared memory, doorbells and threads after each of four Runs in one process."""
-    found = []
-    for _ in range(4):
-        assert train(2, LONG) == ""
-        gc.collect()  # a Run is part of a circle, and its gradients with it
-        held = []
-        for one in Path("/proc/self/fd").iterdir():
-            with suppress(FileNotFoundError):
-                held.append(str(one.readlink()))
-        memory = sum("memfd:sapwood" in one or "eventfd" in one for one in held)
-        names = [t.name for t in threading.enumerate() if t.name.startswith("sapwood")]
-        found.append((memory, names))
-    return found
+def held() -> tuple[int, int, list[str]]:
+    """Shared memory and doorbells held by descriptor, memory mapped, and threads."""
+    files = []
+    for one in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            files.append(str(one.readlink()))
+    memory = sum("memfd:sapwood" in one or "eventfd" in one for one in files)
+    mapped = Path("/proc/self/maps").read_text().count("memfd:sapwood")
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("sapwood")]
+    return memory, mapped, threads
 
 
-def test_runs_leave_no_descriptor_and_no_thread() -> None:
-    for found in ranks.spawn(four_runs, 2):
-        assert found[1:] == [(found[0][0], [])] * 3
+def hold_and_let_go() -> None:
+    """What is held before a Run is held after it, without waiting for the garbage collector."""
+    # Three parts, and which of them is used changes: so do the plans.
+    parts = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+    settings = {"averaging": "node", "timeout": LONG, "replan_after": 1, **TINY}
+    before = held()
+    gc.disable()
+    for last in ("stepped", "with gradients", "in use"):
+        run = sapwood.Run(parts, optimizer, **settings)
+        for step in range(6):
+            used = [parts[0], parts[1 + step // 3]]
+            loss = sum(part(torch.ones(1, 8)).sum() for part in used)
+            loss.backward()
+            run.step()
+        assert run.stats.plans > 1
+        assert held()[0] > before[0]
+        kept = None
+        if last != "stepped":
+            parts[0](torch.ones(1, 8)).sum().backward()
+            run.wait()
+        if last == "in use":
+            kept = parts[0].weight.grad
+            seen = kept.tolist()
+        names = run.buckets
+        run.close()
+        assert run.buckets == names
+        if kept is None:
+            assert held() == before, (last, held(), before)
+        else:
+            assert kept.tolist() == seen
+            assert held()[1] > before[1]  # one part of it is, so all of it is
+            # What another backward adds to is no other rank's.
+            assert parts[0].weight.grad is not kept
+            assert parts[0].weight.grad.tolist() == seen
+            parts[0](torch.ones(1, 8)).sum().backward()
+            assert kept.tolist() == seen
+            del kept
+            assert held() == before
+        optimizer.zero_grad()
+    gc.enable()
+
+
+def test_a_closed_run_holds_nothing() -> None:
+    ranks.spawn(hold_and_let_go, 2)
