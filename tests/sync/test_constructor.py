@@ -63,13 +63,17 @@ def test_the_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
     assert [s["state"] for s in statuses(tmp_path)] == ["ended"]
 
 
+def train(folder: Path) -> None:
+    with make(folder, timeout=100) as run:
+        run.model(torch.ones(1, 2)).sum().backward()
+        run.step()
+
+
 def fail_on(where: int, folder: Path) -> None:
     if ranks.rank() == where:
         module.make_engine = fail
     with pytest.raises((RuntimeError, PeerFailed), match="no room"):
-        with make(folder / str(where), timeout=100) as run:
-            run.model(torch.ones(1, 2)).sum().backward()
-            run.step()
+        train(folder / str(where))
     module.make_engine = sapwood.sync.make_engine
 
 

@@ -208,9 +208,7 @@ class Stopping:
         # A launcher that sees the first rank end asks the others to: they are about to.
         self._listening.deaf = True
         final = reason.startswith(_LIMIT)
-        self._note.write(
-            needs=self._timeout, stopped=step, saved=saved, reason=reason, final=final
-        )
+        self._note.write(needs=self._timeout, stopped=step, saved=saved, reason=reason, final=final)
         self.stopped = Stopped(step=step, reason=reason, saved=saved, final=final)
         raise self.stopped
 

@@ -8,7 +8,7 @@ import resource
 import socket
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +114,11 @@ def choose(wanted: Any) -> tuple[str, str]:
 
 
 def held() -> int:
-    return sum("memfd" in os.readlink(f"/proc/self/fd/{fd}") for fd in _open())
-
-
-def _open() -> list[str]:
-    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+    found = 0
+    for one in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += "memfd" in str(one.readlink())
+    return found
 
 
 def try_all(folder: Path) -> dict[str, list[tuple[str, str]]]:

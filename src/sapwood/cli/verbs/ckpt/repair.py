@@ -96,9 +96,8 @@ def _plan(
     for place in here:
         sweep = getattr(place.tier, "sweep", None)
         if sweep is not None:  # a bucket's leftovers are uploads, which only the tier can see
-            word = (
-                f"abort uploads to {place.label} that were begun {show_seconds(limit)} ago or earlier"
-            )
+            when = f"{show_seconds(limit)} ago or earlier"
+            word = f"abort uploads to {place.label} that were begun {when}"
             yield _Step(word, partial(sweep, limit))
     ours = survey(here)
     theirs = {c.id: c for c in survey(there)} if there else {}
