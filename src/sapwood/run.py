@@ -136,21 +136,20 @@ class Run:
         self._views: Views | None = None
         self._averaging: Averaging | None = None
         self._next_flush = 0.0
+        self._folder_made = False
+        self.trace: tracing.Tracer = tracing.OFF
         self.group = Group.join(check_model(model), timeout=sync.value.timeout)
         try:
             # In the group, so that the other ranks hear of a refusal and need not wait for it.
             check_kinds(model, optimizer)
             self.schedulers += check_schedulers(schedulers, optimizer)
             context = self._start(model, scaler, id, places, sync)
+            self._mode = context.mode
+            self.model = self._engine.model
+            self._stopping = Stopping(self.group, self.events, places.value)
         except BaseException as error:
-            self._abandon_fork()
-            self._let_go()
-            self.group.board.post(f"{type(error).__name__}: {error}")
-            self.group.close()
+            self._give_up(error)
             raise
-        self._mode = context.mode
-        self.model = self._engine.model
-        self._stopping = Stopping(self.group, self.events, places.value)
         self._at_exit = AtExit(self.close)
         self._closed = False
         try:
@@ -183,16 +182,21 @@ class Run:
         self._fork = join_fork(group, model, self.optimizer)
         if self._fork is None:
             _give_rank0_values(group, model)
-        averaging = choose_averager(group, sync.value.averaging, engine=sync.value.engine)
+        averaging = choose_averager(
+            group,
+            sync.value.averaging,
+            engine=sync.value.engine,
+            nbytes=sum(p.numel() * p.element_size() for p in parameters),
+        )
         self._averaging = averaging
         log.info("averaging is %s: %s", averaging.averager.name, averaging.reason)
         self.id = self._claim.run = group.share_text("run id", run_id or new_run_id())
         self._place = RunFolder(places.value.folder, self.id)
         if group.rank == 0:
             self._place.create(_facts(group, mode, averaging, places, sync, self.forked_from))
+            self._folder_made = True
             self._place.status("running", 0)
         group.share_text("run folder", "made")
-        self.trace: tracing.Tracer = tracing.OFF
         if places.value.trace:
             self.trace = tracing.open_trace(
                 self._place.trace_file(group.rank),
@@ -222,6 +226,19 @@ class Run:
         self._engine: Synchroniser = make_engine(context)
         self._engine.attach()
         return context
+
+    def _give_up(self, error: BaseException) -> None:
+        """The constructor failed: say so to the other ranks and in the folder, and leave."""
+        self.group.board.post(f"{type(error).__name__}: {error}")
+        if self._folder_made:
+            self._place.status(*_final(0, error, None))
+        self._abandon_fork()
+        engine: Synchroniser | None = vars(self).get("_engine")
+        if engine is not None:
+            engine.close()
+        self._let_go()
+        self.trace.close()
+        self.group.close()
 
     # -- what a training loop needs ----------------------------------------------------------
 

@@ -32,17 +32,21 @@ TRAIN = """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     how = Path("how").read_text()
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    run = sapwood.Run(model, optimizer, stop_timeout="30s", timeout=60)
+    Path(f"attempts-{os.environ['RANK']}").open("a").write("x")
+    limit = "2s" if how == "over" else "24h" if how == "limit" else None
+    run = sapwood.Run(model, optimizer, stop_timeout="30s", timeout=60, time_limit=limit)
     ckpt = sapwood.Checkpointer(run, "ckpts", every=3)
     ckpt.restore_latest()
     torch.manual_seed(run.rank) if run.step_count == 0 else None
-    while run.step_count < (8 if how != "wait" else 10**6):
+    while run.step_count < (8 if how in ("straight", "usr1") else 10**6):
         step = run.step_count + 1
         data = torch.Generator().manual_seed(100 * step + run.rank)
         loss = run.model(torch.randn(4, 8, generator=data)).square().mean()
         loss.backward()
         with Path(f"losses-{run.rank}").open("a") as file:
             file.write(f"{step} {loss.item().hex()}\\n")
+        if how == "limit" and run.rank == 1 and step == 4:
+            run._stopping._limit = time.monotonic() + 10  # less than a stop may take
         if (how, first, run.rank, step) == ("usr1", True, 1, 4):
             os.kill(os.getpid(), signal.SIGUSR1)
         Path("ready").touch()
@@ -129,6 +133,28 @@ def test_a_signal_to_the_launcher_stops_all_and_restarts_none(tmp_path: Path, nu
     ((state, step),) = states(tmp_path)
     assert state == "stopped"
     assert len(losses(tmp_path)[0]) == step
+
+
+def test_a_stop_by_the_time_limit_is_not_started_again(tmp_path: Path) -> None:
+    name = prepare(tmp_path, "limit")
+    done = sapwood("run", "-n", "2", "--restarts", "3", name, tmp_path=tmp_path)
+    assert done.returncode == 75, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "(saved): the time limit (1d) is near" in last
+    assert last.endswith("it is not restarted inside this job; start the job again to go on")
+    assert (tmp_path / "attempts-0").read_text() == (tmp_path / "attempts-1").read_text() == "x"
+    ((state, step),) = states(tmp_path)
+    assert (state, len(losses(tmp_path)[0])) == ("stopped", step)
+
+
+def test_a_run_whose_time_is_over_before_it_begins_is_not_started_again(tmp_path: Path) -> None:
+    name = prepare(tmp_path, "over")
+    (tmp_path / name).write_text("import time\ntime.sleep(2)\n" + (tmp_path / name).read_text())
+    done = sapwood("run", "--restarts", "3", name, tmp_path=tmp_path)
+    assert done.returncode == 75, done.stderr
+    assert "was over before the run began" in done.stderr.splitlines()[-1]
+    assert (tmp_path / "attempts-0").read_text() == "x"
+    assert not (tmp_path / "losses-0").exists()
 
 
 # -- how long ranks may take -------------------------------------------------------------------

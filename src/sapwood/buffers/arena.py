@@ -41,10 +41,17 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Map memory made elsewhere; the descriptor is this object's from now on."""
+        """Map memory made elsewhere; the descriptor is this object's from now on.
+
+        If that fails the descriptor is closed: nobody else has it.
+        """
         self = cls.__new__(cls)
         nbytes = os.fstat(fd).st_size
-        self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+        try:
+            self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+        except BaseException:
+            os.close(fd)
+            raise
         self.fd = fd
         self.nbytes = nbytes
         self.bytes = np.frombuffer(self._map, np.uint8)

@@ -196,11 +196,14 @@ def _how_stopped(notes: Path) -> str:
     if not found:
         return ""
     saved = "saved" if all(note["saved"] for note in found) else "not saved"
-    return f"stopped after step {found[0]['stopped']} ({saved}): {found[0]['reason']}"
+    over = any(note.get("final") for note in found)
+    again = "it is not restarted inside this job; start the job again" if over else "start it again"
+    how = f"stopped after step {found[0]['stopped']} ({saved}): {found[0]['reason']}"
+    return f"{how}; {again} to go on"
 
 
 def _say(stopped: str) -> int:
-    print(f"sapwood: {stopped}; start it again to go on", file=sys.stderr)
+    print(f"sapwood: {stopped}", file=sys.stderr)
     return EXIT_CODE
 
 

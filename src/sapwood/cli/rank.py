@@ -1,13 +1,15 @@
 """``python -m sapwood.cli.rank [-m] TARGET ...``: the first thing a rank of ``sapwood run`` does.
 
 It ties the rank's life to the launcher's, then runs the script. When the script fails it leaves the
-traceback in the file the launcher reads (torch's error file, and plain text beside it).
+traceback in the file the launcher reads (torch's error file, and plain text beside it). When the
+script ended because the job's time is over, it asks the launcher to end too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -27,15 +29,25 @@ TRACEBACK = "traceback.txt"
 
 def main() -> None:
     """Run the script of the command line as one rank."""
-    die_with_parent(int(os.environ.pop(LAUNCHER)))
+    launcher = int(os.environ.pop(LAUNCHER))
+    die_with_parent(launcher)
     # What an earlier attempt noted holds no more.
     LaunchNote(int(os.environ["RANK"])).write()
-    Script.parse(sys.argv[1:]).run(on_failure=_leave_report)
+    Script.parse(sys.argv[1:]).run(on_failure=lambda error: _failed(error, launcher))
+
+
+def _failed(error: BaseException, launcher: int) -> None:
+    if not isinstance(error, Stopped):
+        _leave_report(error)
+    elif error.final and os.getppid() == launcher:
+        # Only now, as the script may have caught it and gone on. Before this rank ends, or the
+        # launcher would spend a restart that could do nothing but stop again.
+        os.kill(launcher, signal.SIGTERM)
 
 
 def _leave_report(error: BaseException) -> None:
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not place or isinstance(error, Stopped):
+    if not place:
         return
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}"

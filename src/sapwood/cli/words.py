@@ -1,16 +1,13 @@
-"""Sizes, ages, durations and progress, in words for people."""
+"""Sizes, ages and progress, in words for people."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from sapwood.errors import ConfigError
-
-__all__ = ["age", "duration", "progress", "seconds", "size"]
+__all__ = ["age", "progress", "size"]
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -36,26 +33,6 @@ def age(since: float | None) -> str:
         if whole >= 2 * _UNITS[unit]:
             return f"{whole // int(_UNITS[unit])}{unit}"
     return f"{whole}s"
-
-
-def duration(value: float) -> str:
-    """A length of time as a user would write it."""
-    for unit in ("d", "h", "m"):
-        if value >= _UNITS[unit] and value % _UNITS[unit] == 0:
-            return f"{value / _UNITS[unit]:g}{unit}"
-    return f"{value:g}s"
-
-
-def seconds(text: str, option: str) -> float:
-    """A length of time written as 90, 90s, 15m, 1h or 2d.
-
-    Raises:
-        ConfigError: it is written otherwise.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
-    if not found:
-        raise ConfigError(f"{option} is {text!r}, expected a time such as 90s, 15m, 1h or 2d")
-    return float(found[1]) * _UNITS[found[2] or "s"]
 
 
 @contextmanager

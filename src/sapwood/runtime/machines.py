@@ -10,6 +10,7 @@ a short message travels on them, and their end is how a neighbour's death is not
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import os
 import secrets
@@ -125,14 +126,14 @@ def find_machines(group: Group) -> tuple[Machines, Links, str]:
     token = group.share_text("machine token", secrets.token_hex(16))
     links = Links({})
     try:
-        with closing(_listener(token, group.rank)) as listener:
-            machines = Machines.of(group.gather_text("machine", _machine()))
-            problem = ""
-            try:
-                _link(group, token, listener, machines.of_rank(group.rank), links.sockets)
-            except (OSError, SapwoodError) as error:
-                problem = f"rank {group.rank}: {error}"
-            problems = [p for p in group.gather_text("links inside machines", problem) if p]
+        with ExitStack() as opened:
+            listener, problem = _try_to_listen(token, group.rank, opened)
+            said = group.gather_text("machine", json.dumps([_machine(), problem]))
+            machines = Machines.of([json.loads(text)[0] for text in said])
+            # Known before anybody connects: nobody waits for a rank that does not listen.
+            problems = _of_neighbours(machines, [json.loads(text)[1] for text in said])
+            if not problems:
+                problems = _link_all(group, token, listener, machines, links)
     except BaseException:
         links.close()
         raise
@@ -141,6 +142,32 @@ def find_machines(group: Group) -> tuple[Machines, Links, str]:
         log.warning("ranks of one machine cannot share memory (%s)", problems[0])
         return Machines.apart(group.world), links, problems[0]
     return machines, links, ""
+
+
+def _try_to_listen(token: str, rank: int, opened: ExitStack) -> tuple[socket.socket | None, str]:
+    """A listener that ``opened`` closes, or what keeps this rank from having one."""
+    try:
+        return opened.enter_context(closing(_listener(token, rank))), ""
+    except (OSError, AttributeError) as error:  # the latter: a Python without AF_UNIX
+        return None, f"rank {rank}: no listener on an abstract Unix socket: {error}"
+
+
+def _of_neighbours(machines: Machines, problems: Sequence[str]) -> list[str]:
+    """The problems of ranks that share a machine: one that is alone needs no links."""
+    return [p for rank, p in enumerate(problems) if p and len(machines.of_rank(rank)) > 1]
+
+
+def _link_all(
+    group: Group, token: str, listener: socket.socket | None, machines: Machines, links: Links
+) -> list[str]:
+    """Link up with the neighbours; what kept any rank of the group from it."""
+    problem = ""
+    try:
+        if listener is not None:
+            _link(group, token, listener, machines.of_rank(group.rank), links.sockets)
+    except (OSError, SapwoodError) as error:
+        problem = f"rank {group.rank}: {error}"
+    return [p for p in group.gather_text("links inside machines", problem) if p]
 
 
 def _machine() -> str:
@@ -160,8 +187,12 @@ def _name(token: str, rank: int) -> str:
 
 def _listener(token: str, rank: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(_name(token, rank))
-    listener.listen(1024)
+    try:
+        listener.bind(_name(token, rank))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 

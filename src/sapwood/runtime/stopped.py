@@ -19,14 +19,16 @@ class Stopped(SystemExit):
         step: the last step; all ranks ended it.
         reason: who asked.
         saved: whether all ranks saw the step become durable.
+        final: the job's time is over, so that starting again inside the same job is of no use.
     """
 
-    def __init__(self, *, step: int, reason: str, saved: bool) -> None:
+    def __init__(self, *, step: int, reason: str, saved: bool, final: bool = False) -> None:
         """The exit code is always ``EXIT_CODE``."""
         super().__init__(EXIT_CODE)
         self.step = step
         self.reason = reason
         self.saved = saved
+        self.final = final
 
     def __str__(self) -> str:
         """What happened, for logs."""

@@ -27,6 +27,8 @@ __all__ = ["StopSettings", "Stopping", "check_time_left"]
 
 log = logging.getLogger(__name__)
 _SLURM = "slurm"
+# How the reason begins on every rank, whichever of them found that the time is over.
+_LIMIT = "the time limit"
 # Steps a stop may take once it is asked for: the one under way, and one more for a rank ahead.
 _STEPS = 2
 _REMEMBERED = 16
@@ -93,10 +95,11 @@ def check_time_left(settings: StopSettings) -> None:
     # An attempt after the one that stopped for this limit would only save what is saved.
     least = parse_seconds(settings.stop_timeout, "stop_timeout") if started_again() else 0.0
     if left is not None and left <= least:
-        reason = f"the time limit ({_shown(settings)}) was over before the run began"
+        reason = f"{_LIMIT} ({_shown(settings)}) was over before the run began"
         log.warning("%s: nothing is trained; raise time_limit=, or start the job anew", reason)
-        LaunchNote(int(os.environ.get("RANK", "0"))).write(stopped=0, saved=False, reason=reason)
-        raise Stopped(step=0, reason=reason, saved=False)
+        note = LaunchNote(int(os.environ.get("RANK", "0")))
+        note.write(stopped=0, saved=False, reason=reason, final=True)
+        raise Stopped(step=0, reason=reason, saved=False, final=True)
 
 
 class Stopping:
@@ -174,7 +177,7 @@ class Stopping:
         margin = min(_STEPS * longest + self._timeout, self._most)
         if time.monotonic() < self._limit - margin:
             return None
-        return f"the time limit ({_shown(self._settings)}) is near"
+        return f"{_LIMIT} ({_shown(self._settings)}) is near"
 
     def _give_up(self) -> None:
         """A rank failed or left, so no step will be agreed on: a signal then ends this process.
@@ -204,8 +207,9 @@ class Stopping:
         saved = self._meet(deadline, saved=saved)
         # A launcher that sees the first rank end asks the others to: they are about to.
         self._listening.deaf = True
-        self._note.write(needs=self._timeout, stopped=step, saved=saved, reason=reason)
-        self.stopped = Stopped(step=step, reason=reason, saved=saved)
+        final = reason.startswith(_LIMIT)
+        self._note.write(needs=self._timeout, stopped=step, saved=saved, reason=reason, final=final)
+        self.stopped = Stopped(step=step, reason=reason, saved=saved, final=final)
         raise self.stopped
 
     def _save(self, event: RunStopping) -> bool:

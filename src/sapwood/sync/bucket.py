@@ -255,6 +255,19 @@ class Bucket:
                 else:
                     forget(slot.gradient)
 
+    def release(self) -> None:
+        """Let go of the memory; see ``BucketSet.release``. The bucket is of no use after it."""
+        if self._memory is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                gradient = slot.parameter.grad
+                if gradient is not None and gradient is slot.gradient:
+                    slot.parameter.grad = gradient.clone()
+                # Slots and buckets refer to each other: the collector alone would end them.
+                slot.given = slot.gradient = None
+        self._memory = self._flags = self._summed_flags = self._settle = None
+
     def _offsets(self) -> list[int]:
         found, offset = [], 0
         for slot in self.slots:

@@ -54,6 +54,11 @@ class BucketSet:
         yield from self.planned
         yield from self.dormant
 
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each planned bucket."""
+        return tuple(b.names for b in self.planned if b.slots)
+
     def follow(self, *, keeps_gradients: bool) -> None:
         """Call at the start of a step: who may write to gradients decides where they lie."""
         private = self._context.mode != "layerwise" or not keeps_gradients
@@ -64,6 +69,16 @@ class BucketSet:
             bucket.use(memory, private=private, settle=self._settle)
         for bucket in self:
             bucket.alone(private=private)
+
+    def release(self) -> None:
+        """Let go of the memory; a ``p.grad`` that lies in it becomes a copy of the model's own.
+
+        Other ranks of the machine read the same memory, and a backward without the run would add
+        to it.
+        """
+        for bucket in self:
+            bucket.release()
+        self._memory = []
 
     def wake(self, bucket: Bucket) -> BucketMemory | None:
         """Get a dormant bucket ready to be averaged."""

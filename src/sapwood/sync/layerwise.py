@@ -73,6 +73,7 @@ class Layerwise:
         self._armed = False
         self._plan: Plan | None = None
         self._buckets: BucketSet | None = None
+        self._names: tuple[tuple[str, ...], ...] = ()
         self._next = 0
         self._predicted: list[int] = []
         self._fired: list[int] = []
@@ -95,7 +96,7 @@ class Layerwise:
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
         """Names by bucket; empty before the first backward."""
-        return tuple(b.names for b in self._planned if b.slots)
+        return self._names if self._buckets is None else self._buckets.names
 
     def attach(self) -> None:
         """Install hooks on the model and its parameters."""
@@ -156,6 +157,8 @@ class Layerwise:
         if self._reads is not None:
             self._reads.end_backward()
         self._worker.close(timeout=self._context.settings.timeout if self._healthy() else 1.0)
+        self._names = self.buckets
+        self._release_buckets()
         self._averager.close()
 
     def generation(self, name: str) -> int:
@@ -462,6 +465,7 @@ class Layerwise:
         )
         self._updater.pass_all_fences()
         context.views.forget()
+        self._release_buckets()
         self._buckets = BucketSet(context, self._plan, self._settled_for_reader)
         self._careful = True
         self._replanner.planned()
@@ -481,6 +485,15 @@ class Layerwise:
         nbytes = sum(context.parameters[i].nbytes for i in order)
         self._tuner.begin(nbytes, late=not context.events.wants(TensorUpdated))
         self._tuner.decide()
+
+    def _release_buckets(self) -> None:
+        """Give up their memory now, as shared memory stays mapped for as long as views of it exist.
+
+        A gradient that somebody still looks at keeps what it needs by itself.
+        """
+        if self._buckets is not None:
+            self._buckets.release()
+        self._buckets, self._withheld = None, []
 
     def _observed_order(self) -> list[int]:
         """The order gradients came in, then what did not come now but may come again."""
@@ -502,7 +515,8 @@ class Layerwise:
             handle.remove()
         self._handles.clear()
         self.attach()
-        self._plan, self._predicted, self._buckets = None, [], None
+        self._release_buckets()
+        self._plan, self._predicted = None, []
 
     def _be_last(self) -> None:
         """A hook registered after ours may change the gradient: ours must see what it leaves."""

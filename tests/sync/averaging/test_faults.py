@@ -9,11 +9,15 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import sapwood
+from sapwood.sync.averaging import node
+from sapwood.sync.averaging.slices import add_up
 from sapwood.testing import faults, ranks
 from sapwood.testing import machines as testing_machines
 from sapwood.testing.ranks import rank
@@ -110,22 +114,92 @@ def test_a_rank_that_leaves_early_is_named() -> None:
         assert "rank 1 left the run after 3 steps" in told
 
 
-def four_runs() -> list[tuple[int, list[str]]]:
-    """Shared memory, doorbells and threads after each of four Runs in one process."""
-    found = []
-    for _ in range(4):
-        assert train(2, LONG) == ""
-        gc.collect()  # a Run is part of a circle, and its gradients with it
-        held = []
-        for one in Path("/proc/self/fd").iterdir():
-            with suppress(FileNotFoundError):
-                held.append(str(one.readlink()))
-        memory = sum("memfd:sapwood" in one or "eventfd" in one for one in held)
-        names = [t.name for t in threading.enumerate() if t.name.startswith("sapwood")]
-        found.append((memory, names))
-    return found
+def fail_to_sum() -> tuple[str, str]:
+    """Rank 1's own summing fails in the third step."""
+    calls = 0
+
+    def failing(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 9:
+            raise OSError(12, "Cannot allocate memory")
+        add_up(*args)
+
+    if rank() == 1:
+        node.add_up = failing
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    try:
+        with sapwood.Run(model, optimizer, averaging="node", timeout=LONG, **TINY) as run:
+            for step in range(FOREVER):
+                models.train_run_step(run, step)
+    except (OSError, sapwood.errors.PeerFailed) as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
-def test_runs_leave_no_descriptor_and_no_thread() -> None:
-    for found in ranks.spawn(four_runs, 2):
-        assert found[1:] == [(found[0][0], [])] * 3
+def test_an_error_in_summing_is_the_own_ranks_and_told_to_the_others() -> None:
+    first, second, third = ranks.spawn(fail_to_sum, 3)
+    assert second == ("OSError", "[Errno 12] Cannot allocate memory")
+    for kind, told in (first, third):
+        assert kind == "PeerFailed"
+        assert "rank 1 failed: OSError: [Errno 12] Cannot allocate memory" in told
+
+
+def held() -> tuple[int, int, list[str]]:
+    """Shared memory and doorbells held by descriptor, memory mapped, and threads."""
+    files = []
+    for one in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            files.append(str(one.readlink()))
+    memory = sum("memfd:sapwood" in one or "eventfd" in one for one in files)
+    mapped = Path("/proc/self/maps").read_text().count("memfd:sapwood")
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("sapwood")]
+    return memory, mapped, threads
+
+
+def hold_and_let_go() -> None:
+    """What is held before a Run is held after it, without waiting for the garbage collector."""
+    # Three parts, and which of them is used changes: so do the plans.
+    parts = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+    settings = {"averaging": "node", "timeout": LONG, "replan_after": 1, **TINY}
+    before = held()
+    gc.disable()
+    for last in ("stepped", "with gradients", "in use"):
+        run = sapwood.Run(parts, optimizer, **settings)
+        for step in range(6):
+            used = [parts[0], parts[1 + step // 3]]
+            loss = sum(part(torch.ones(1, 8)).sum() for part in used)
+            loss.backward()
+            run.step()
+        assert run.stats.plans > 1
+        assert held()[0] > before[0]
+        kept = None
+        if last != "stepped":
+            parts[0](torch.ones(1, 8)).sum().backward()
+            run.wait()
+        if last == "in use":
+            kept = parts[0].weight.grad
+            seen = kept.tolist()
+        names = run.buckets
+        run.close()
+        assert run.buckets == names
+        if kept is None:
+            assert held() == before, (last, held(), before)
+        else:
+            assert kept.tolist() == seen
+            assert held()[1] > before[1]  # one part of it is, so all of it is
+            # What another backward adds to is no other rank's.
+            assert parts[0].weight.grad is not kept
+            assert parts[0].weight.grad.tolist() == seen
+            parts[0](torch.ones(1, 8)).sum().backward()
+            assert kept.tolist() == seen
+            del kept
+            assert held() == before
+        optimizer.zero_grad()
+    gc.enable()
+
+
+def test_a_closed_run_holds_nothing() -> None:
+    ranks.spawn(hold_and_let_go, 2)

@@ -26,10 +26,13 @@ class Ends:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         self.messages: list[Message] = []
         self.lost: list[Exception] = []
+        self.failed: list[Exception] = []
         self.came = threading.Semaphore(0)
         self.gate = threading.Event()
         self.gate.set()
-        self.neighbours = Neighbours(Links({7: ours}), self.take, self.progress, self.lose)
+        self.neighbours = Neighbours(
+            Links({7: ours}), self.take, self.progress, self.lose, self.fail
+        )
 
     def take(self, rank: int, message: Message) -> None:
         assert rank == 7
@@ -41,6 +44,10 @@ class Ends:
 
     def lose(self, rank: int, error: Exception) -> None:
         self.lost.append(error)
+        self.came.release()
+
+    def fail(self, error: Exception) -> None:
+        self.failed.append(error)
         self.came.release()
 
     def wait(self) -> None:
@@ -127,3 +134,11 @@ def test_a_message_of_an_unknown_form_is_an_error(ends: Ends, raw: bytes) -> Non
     ends.there.send(raw)
     ends.wait()
     assert "unknown form" in str(ends.lost[0])
+
+
+def test_an_error_of_our_own_is_not_a_lost_neighbour(ends: Ends) -> None:
+    ends.neighbours._progress = lambda: 1 / 0  # type: ignore[assignment]
+    ends.neighbours.wake()
+    ends.wait()
+    assert isinstance(ends.failed[0], ZeroDivisionError)
+    assert ends.lost == []

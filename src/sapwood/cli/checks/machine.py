@@ -57,17 +57,29 @@ def shared_memory(folder: Path) -> Check:
     return ok("shared memory", found)
 
 
+def staging(folder: Path) -> Check:
+    """Whether memory for staging checkpoints can be made: there is no other way for these."""
+    from sapwood.buffers import Arena
+
+    try:
+        Arena(4096, label="doctor").close()
+    except (OSError, AttributeError) as error:
+        remedy = "let the container's seccomp profile allow memfd_create, or use another Python"
+        return problem("staging memory", f"checkpoints cannot be staged: {error!r}", remedy)
+    return ok("staging memory", "a memfd can be made")
+
+
 def memory_between_ranks(folder: Path) -> Check:
     """Whether ranks of this machine can average through its memory, tried out for real."""
     name = "averaging in memory"
     try:
         _share_memory()
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, AttributeError) as error:
         remedy = (
-            "let the container's seccomp profile allow memfd_create and abstract Unix sockets, or "
-            "use Run(averaging='direct')"
+            "averaging goes over the loopback interface instead; to have it in memory, let the "
+            "container's seccomp profile allow memfd_create and abstract Unix sockets"
         )
-        return problem(name, f"ranks of this machine cannot share memory: {error!r}", remedy)
+        return note(name, f"ranks of this machine cannot share memory: {error!r}", remedy)
     unreadable = [place for place in _MACHINE_FILES if not _exists(place)]
     if unreadable:
         remedy = "mount /proc; until then every rank counts as alone on its machine"
@@ -178,6 +190,7 @@ MACHINE = (
     cores,
     memory,
     shared_memory,
+    staging,
     memory_between_ranks,
     loopback,
     gloo_interface,

@@ -35,7 +35,7 @@ def run(
     process they started, also when it is interrupted or killed. The exit code is that of the first
     rank that failed. SIGTERM or SIGUSR1 ask a run to stop: it ends its step on all ranks, saves,
     and the exit code is 75, "start me again". Sent to a rank, `--restarts` does so at once; sent to
-    `sapwood run`, all ends.
+    `sapwood run`, all ends. So it does after a time limit: a restart would have no time left.
 
     Started by torchrun, srun or mpirun it runs the script in its own process, as the rank that
     launcher made it. Everything after the script belongs to the script.

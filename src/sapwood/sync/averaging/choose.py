@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ from sapwood.sync.averaging.node import NodeAverager
 
 __all__ = ["Averaging", "choose_averager"]
 
+log = logging.getLogger(__name__)
 Wanted = Literal["auto", "direct", "node"]
 
 
@@ -27,8 +29,12 @@ class Averaging:
     reason: str
 
 
-def choose_averager(group: Group, wanted: Wanted, *, engine: str = "layerwise") -> Averaging:
+def choose_averager(
+    group: Group, wanted: Wanted, *, engine: str = "layerwise", nbytes: int = 1
+) -> Averaging:
     """The averager for ``group``; a wish is fulfilled or refused.
+
+    ``nbytes`` of gradients will be averaged: a limit may allow little memory and refuse much.
 
     Raises:
         ConfigError: ``node`` was asked for, and is not possible.
@@ -56,15 +62,30 @@ def choose_averager(group: Group, wanted: Wanted, *, engine: str = "layerwise") 
         return _direct(group, machines, problem or "no two ranks share a machine")
     if problem:
         raise ConfigError(
-            f"averaging='node' is not possible: {problem}; use averaging='direct', or see that the "
-            "ranks of a machine run as one user in one network namespace"
+            f"averaging='node' is not possible: {problem}; use averaging='direct', or see that "
+            "abstract Unix sockets are allowed and that the ranks of a machine run as one user in "
+            "one network namespace"
         )
     try:
         averager = NodeAverager(group, machines, links)
     except BaseException:
         links.close()
         raise
-    return Averaging(averager=averager, machines=machines, reason=str(machines))
+    try:
+        problem = averager.try_out(nbytes)
+    except BaseException:
+        averager.close()
+        raise
+    if not problem:
+        return Averaging(averager=averager, machines=machines, reason=str(machines))
+    averager.close()
+    if wanted == "node":
+        raise ConfigError(
+            f"averaging='node' is not possible: {problem}; use averaging='direct', or see that "
+            "memfd_create is allowed and that limits (ulimit -n, -f, -v) leave room for it"
+        )
+    log.warning("averaging directly: ranks of one machine cannot share memory (%s)", problem)
+    return _direct(group, machines, problem)
 
 
 def _direct(group: Group, machines: Machines | None, reason: str) -> Averaging:

@@ -30,19 +30,22 @@ class Neighbours:
         received: Callable[[int, Message], None],
         progress: Callable[[], None],
         lost: Callable[[int, Exception], None],
+        failed: Callable[[Exception], None],
     ) -> None:
-        """All three are called on the thread.
+        """All four are called on the thread.
 
         Args:
             links: a connection to each other rank.
             received: takes one message.
             progress: called after the messages that were there, and after ``wake``.
-            lost: told of a rank whose connection ended without a farewell, or of any other error.
+            lost: told of a rank whose connection ended without a farewell.
+            failed: told of any other error, which ends the thread: it is this rank's own.
         """
         self._links = links
         self._received = received
         self._progress = progress
         self._lost = lost
+        self._failed = failed
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._by_fd = {link.fileno(): (rank, link) for rank, link in links}
         self._left: set[int] = set()
@@ -105,7 +108,6 @@ class Neighbours:
         poller.register(self._wake, select.POLLIN)
         for fd in self._by_fd:
             poller.register(fd, select.POLLIN)
-        rank = -1
         try:
             while not self._closing or (any(self._backlog.values()) and not self._given_up):
                 for fd, _ in poller.poll(60_000):
@@ -113,7 +115,6 @@ class Neighbours:
                         with suppress(BlockingIOError):
                             os.eventfd_read(self._wake)
                         continue
-                    rank = self._by_fd[fd][0]
                     if not self._read(fd):
                         poller.unregister(fd)
                         with self._sending:
@@ -125,7 +126,7 @@ class Neighbours:
         except Exception as error:
             if not self._closing:
                 log.debug("averaging inside the machine failed", exc_info=True)
-                self._lost(rank, error)
+                self._failed(error)
 
     def _owes(self, fd: int) -> bool:
         """Send what a connection did not take before; whether some of it is still here."""

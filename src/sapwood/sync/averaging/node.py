@@ -11,15 +11,17 @@ bucket would keep every rank of the machine from averaging the next one.
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from sapwood.buffers import Arena
-from sapwood.errors import PeerFailed, UsageError
+from sapwood.errors import PeerFailed, TransportError, UsageError
 from sapwood.runtime.group import Group
 from sapwood.runtime.machines import Links, Machines
 from sapwood.runtime.worker import Worker
@@ -55,29 +57,91 @@ class NodeAverager:
         self._layouts: dict[int, _Layout] = {}
         self._changed = threading.Condition()
         self._failure: Exception | None = None
+        """What a neighbour's end, or a collective, broke with."""
+        self._own_failure: Exception | None = None
+        """What went wrong here, and is nobody else's fault."""
+        self._trying = False
         self._outbox = Worker("sapwood-lane") if self._wire is not None else None
-        self._neighbours = Neighbours(links, self._received, self._progress, self._lost)
+        self._neighbours = Neighbours(
+            links, self._received, self._progress, self._lost, self._failed_here
+        )
 
     def lay_out(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[BucketMemory]:
-        """Make this rank's memory, exchange descriptors, and map everybody's."""
-        self._layout += 1
-        number = self._layout
+        """Make this rank's memory, exchange descriptors, and map everybody's.
+
+        Raises:
+            TransportError: the memory could not be made, though ``try_out`` could.
+        """
         spec = _Spec.of(sizes)
-        mine = Arena(spec.nbytes, label="contribution", touch=False)
+        try:
+            layout = self._make(spec.nbytes)
+        except OSError as error:
+            raise self._no_memory(spec.nbytes, error) from error
+        self._exchange(layout)
+        return layout.map(spec, self._me, self._lanes)
+
+    def try_out(self, nbytes: int) -> str:
+        """Share so much memory, untouched, and give it back: what kept any rank from it, if any.
+
+        All ranks call it, and get the same answer. Memory is made by all before anybody waits for
+        another's.
+        """
+        self._trying = True  # a failure is an answer now, and none of the group's
+        problem = self._tried(lambda: self._make(nbytes))
+        if not problem:
+            problem = self._tried(lambda: self._exchange(self._layouts[self._layout]))
+        self._trying = False
         with self._changed:
-            layout = self._layout_of(number)
+            self._release(self._layout)
+        return problem
+
+    def _tried(self, act: Callable[[], object]) -> str:
+        problem = ""
+        try:
+            act()
+        except (OSError, AttributeError) as error:  # the latter: a Python without memfd_create
+            problem = f"rank {self._group.rank}: no shared memory: {error}"
+        said = self._group.gather_text("shared memory", problem)
+        return next((p for p in said if p), "")
+
+    def _make(self, nbytes: int) -> _Layout:
+        """This rank's memory for a new layout."""
+        mine = Arena(nbytes, label="contribution", touch=False)
+        try:
+            result = Arena(nbytes, label="average", touch=False) if self._me == 0 else None
+        except BaseException:
+            mine.close()
+            raise
+        with self._changed:
+            self._layout += 1
+            layout = self._layout_of(self._layout)
             layout.memory[self._me] = mine
-            if self._me == 0:
-                layout.result = Arena(spec.nbytes, label="average", touch=False)
+            layout.result = result or layout.result
             # Messages of the layout before are behind every rank: it posted to the new one.
-            for old in [n for n in self._layouts if n < number]:
-                self._layouts.pop(old).release()
-        tell = self._neighbours.tell
-        tell(Message(Kind.CONTRIBUTION, number, descriptor=mine.fd))
+            self._release(self._layout - 1)
+        return layout
+
+    def _release(self, last: int) -> None:
+        """Give back layouts up to ``last``; a neighbour that is ahead may have begun the next."""
+        for number in [n for n in self._layouts if n <= last]:
+            self._layouts.pop(number).release()
+
+    def _exchange(self, layout: _Layout) -> None:
+        """Give this rank's memory to its neighbours, and wait for theirs."""
+        tell, number = self._neighbours.tell, self._layout
+        tell(Message(Kind.CONTRIBUTION, number, descriptor=layout.memory[self._me].fd))
         if layout.result is not None and self._me == 0:
             tell(Message(Kind.RESULT, number, descriptor=layout.result.fd))
         self._wait_for_memory(layout)
-        return layout.map(spec, self._me, self._lanes)
+
+    def _no_memory(self, nbytes: int, error: OSError) -> TransportError:
+        made = TransportError(
+            f"averaging in memory needs {nbytes} bytes of shared memory more, which rank "
+            f"{self._group.rank} could not make ({error}); raise its limits (ulimit -n, -f, -v), "
+            "or use averaging='direct'"
+        )
+        self._group.board.post(f"{type(made).__name__}: {made}")
+        return made
 
     def launch(self, bucket: int, what: str) -> _NodePending:
         """Post this rank's contribution."""
@@ -112,14 +176,14 @@ class NodeAverager:
         with self._changed:
             if message.layout < self._layout:
                 if message.descriptor >= 0:
-                    Arena.attach(message.descriptor).close()
+                    os.close(message.descriptor)
                 return
             layout = self._layout_of(message.layout)
             if message.kind is Kind.CONTRIBUTION:
-                layout.memory[member] = Arena.attach(message.descriptor)
+                layout.memory[member] = _attached(message)
                 self._changed.notify_all()
             elif message.kind is Kind.RESULT:
-                layout.result = Arena.attach(message.descriptor)
+                layout.result = _attached(message)
                 self._changed.notify_all()
             elif message.kind is Kind.POSTED:
                 layout.table.posted(message.bucket, member, message.round)
@@ -150,8 +214,10 @@ class NodeAverager:
             try:
                 work.wait()
                 self._announce(layout, pending)
-            except Exception as error:  # whoever waits for the bucket must not wait in vain
+            except PeerFailed as error:  # whoever waits for the bucket must not wait in vain
                 self._fail(error)
+            except Exception as error:
+                self._failed_here(error)
 
         self._outbox.submit(arrived)
 
@@ -171,6 +237,12 @@ class NodeAverager:
             pending.done.set()
 
     def _lost(self, rank: int, error: Exception) -> None:
+        self._fail(error)
+
+    def _failed_here(self, error: Exception) -> None:
+        """Summing failed by itself; a collective that broke has been explained already."""
+        if not isinstance(error, PeerFailed):
+            self._own_failure = self._own_failure or error
         self._fail(error)
 
     # -- both sides ----------------------------------------------------------------------------
@@ -203,10 +275,15 @@ class NodeAverager:
             self.check("exchanging shared memory", deadline, missing)
 
     def check(self, what: str, deadline: float, members: Sequence[int], missing: str = "") -> None:
-        """Raise what is known to be wrong, or that the time is up.
+        """Raise what is known to be wrong, here or elsewhere, or that the time is up.
 
         ``members`` are the ranks of this machine that are waited for; ``missing`` says for what.
         """
+        own = self._own_failure
+        if own is not None:
+            if not self._trying:
+                self._group.board.post(f"{type(own).__name__}: {own}")
+            raise own
         if isinstance(self._failure, PeerFailed):
             raise self._failure
         if self._failure is not None:
@@ -232,6 +309,12 @@ class NodeAverager:
     def named(self, members: Sequence[int]) -> str:
         """Ranks, for people."""
         return ", ".join(str(self._members[m]) for m in members)
+
+
+def _attached(message: Message) -> Arena:
+    if message.descriptor < 0:  # the kernel drops what a process has no number left for
+        raise OSError(errno.EMFILE, "Too many open files to take a neighbour's memory (ulimit -n)")
+    return Arena.attach(message.descriptor)
 
 
 class _NodePending:

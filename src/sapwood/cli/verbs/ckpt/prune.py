@@ -10,8 +10,9 @@ from cyclopts import Parameter
 from sapwood.checkpoint import retention
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, find_places
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, survey
-from sapwood.cli.words import age, seconds, size
+from sapwood.cli.words import age, size
 from sapwood.errors import ConfigError, SapwoodError
+from sapwood.runtime.durations import parse_seconds
 
 __all__ = ["prune"]
 
@@ -86,7 +87,7 @@ def _policy(
     elif lower or higher:
         raise ConfigError("--lower and --higher belong to --best METRIC")
     if spaced is not None:
-        rules.append(retention.spaced(seconds(spaced, "--spaced")))
+        rules.append(retention.spaced(parse_seconds(spaced, "--spaced")))
     if not rules:
         raise ConfigError("say what to keep: --last N, --every K, --best METRIC or --spaced 1h")
     return retention.any_of(*rules)

@@ -14,8 +14,9 @@ from sapwood.cli.verbs.ckpt.mend import is_sound, mend
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, Place, find_tiers
 from sapwood.cli.verbs.ckpt.published import damaged_headers, problem_of, rewrite_header
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, Leftover, survey
-from sapwood.cli.words import age, duration, seconds
+from sapwood.cli.words import age
 from sapwood.errors import SapwoodError
+from sapwood.runtime.durations import parse_seconds, show_seconds
 from sapwood.tiers.files import Files
 
 __all__ = ["repair"]
@@ -65,7 +66,7 @@ def repair(
             folder of all nodes, not of one: shards on other nodes count.
         yes: Do it.
     """
-    limit = seconds(older, "--older")
+    limit = parse_seconds(older, "--older")
     here, there = find_tiers(place), [one for text in source for one in find_tiers(text)]
     steps = list(_plan(here, there, limit, incomplete=incomplete))
     failed = 0
@@ -95,9 +96,8 @@ def _plan(
     for place in here:
         sweep = getattr(place.tier, "sweep", None)
         if sweep is not None:  # a bucket's leftovers are uploads, which only the tier can see
-            word = (
-                f"abort uploads to {place.label} that were begun {duration(limit)} ago or earlier"
-            )
+            when = f"{show_seconds(limit)} ago or earlier"
+            word = f"abort uploads to {place.label} that were begun {when}"
             yield _Step(word, partial(sweep, limit))
     ours = survey(here)
     theirs = {c.id: c for c in survey(there)} if there else {}
