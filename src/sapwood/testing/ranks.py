@@ -50,6 +50,7 @@ StartMethod = Literal["forkserver", "spawn"]
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "sapwood.testing._rank")
 # Test modules import these; a rank that has to load them again would wait for it.
 _ALSO_PRELOADED_IF_LOADED = ("pytest", "hypothesis", "numpy")
+_PRELOADED_LAST = "sapwood.testing._preloaded"
 
 
 def rank() -> int:
@@ -154,7 +155,7 @@ def start(
 def warm() -> None:
     """Start the fork server now, in the background, rather than with the first rank."""
     also = [name for name in _ALSO_PRELOADED_IF_LOADED if name in sys.modules]
-    multiprocessing.forkserver.set_forkserver_preload([*_PRELOADED, *also])
+    multiprocessing.forkserver.set_forkserver_preload([*_PRELOADED, *also, _PRELOADED_LAST])
     try:
         multiprocessing.forkserver.ensure_running()
     except OSError as error:
