@@ -104,16 +104,7 @@ def spawn(
     Raises:
         RankError: A rank raised, died, left, was not done in time, or left processes behind.
     """
-    options = _Options(
-        env=env,
-        start=start,
-        store=store,
-        threads=threads,
-        init=init,
-        cwd=cwd,
-        machines=machines,
-        gbit=gbit,
-    )
+    options = _Options(env, start, store, threads, init, cwd, machines, gbit)
     with _prepare(world, (fn, args, kwargs), options) as group:
         outcomes = group.wait(timeout)
         if expect_errors:
@@ -139,16 +130,7 @@ def start(
     **kwargs: Any,
 ) -> Group:
     """Like ``spawn``, but give the running group: use it in a ``with`` block, which ends it."""
-    options = _Options(
-        env=env,
-        start=start,
-        store=store,
-        threads=threads,
-        init=init,
-        cwd=cwd,
-        machines=machines,
-        gbit=gbit,
-    )
+    options = _Options(env, start, store, threads, init, cwd, machines, gbit)
     return _prepare(world, (fn, args, kwargs), options)
 
 
@@ -177,7 +159,7 @@ def stop_server() -> None:
     server._stop()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Options:
     env: Env | None
     start: StartMethod | None
