@@ -41,9 +41,10 @@ help:
 demo: .venv/.demo
 	@$(BIN)/sapwood demo
 
-# Most tests wait for processes more than they compute: two at a time on two cores.
+# Most tests wait for processes more than they compute: two at a time on two cores. Files keep the
+# order of tests/conftest.py, the longest first; left alone, those with the most tests would be.
 test: .venv/.dev
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.dev docs
 	@$(BIN)/ruff check .

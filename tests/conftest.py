@@ -17,6 +17,22 @@ from sapwood.testing import hygiene
 
 GRACE = 5.0
 ROOT = Path(__file__).resolve().parent.parent
+# A file is run by one process. These take longest, so they begin first: whichever came last would
+# keep one process busy while the others have nothing left to do.
+LONGEST = (
+    "tests/cli/test_cli_fork.py",
+    "tests/parity/test_cases.py",
+    "tests/cli/test_cli_stop.py",
+    "tests/parity/test_parity.py",
+    "tests/checkpoint/test_fault_matrix.py",
+    "tests/benchmarks/test_clone.py",
+    "tests/checkpoint/test_closing.py",
+    "tests/cli/test_cli_run.py",
+    "tests/benchmarks/test_checkpoint.py",
+    "tests/benchmarks/test_sync.py",
+    "tests/checkpoint/test_one_rank.py",
+    "tests/cli/test_cli_example.py",
+)
 
 # A deadline per example would make a test depend on how busy the machine is.
 hypothesis.settings.register_profile("sapwood", deadline=None, print_blob=True)
@@ -43,7 +59,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle modules, and tests inside each, so that module fixtures are still made only once."""
+    """Shuffle modules, and tests inside each, so that module fixtures are still made only once.
+
+    Only where a test run in several processes begins is not left to chance: see ``LONGEST``.
+    """
     chance = random.Random(config.getoption("--order-seed"))
     modules: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -52,6 +71,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chance.shuffle(groups)
     for group in groups:
         chance.shuffle(group)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        first = [modules[name] for name in LONGEST if name in modules]
+        groups = first + [group for group in groups if group not in first]
     items[:] = [item for group in groups for item in group]
 
 

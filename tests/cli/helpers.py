@@ -22,7 +22,9 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
     # The processes we start must find the same sapwood as this one, from any folder.
     source = str(Path(sapwood_package.__file__).parents[1])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    return {**env, "TMPDIR": str(temporary), "PYTHONPATH": path, **more}
+    # One thread each: with small tensors on busy cores, more of them only wait for each other.
+    own = {"TMPDIR": str(temporary), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return {**env, **own, **more}
 
 
 def sapwood(*args: str, tmp_path: Path, **more: str) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,8 @@ COMMAND = [sys.executable, "-m", "sapwood.cli"]
 @contextmanager
 def running(tmp_path: Path, *args: str) -> Iterator[RunInfo]:
     """The example, training in the background until the block ends."""
-    command = [*COMMAND, "run", *args, FORK, "--steps", "100000"]
+    # It rests most of the time: the forks need the cores to begin.
+    command = [*COMMAND, "run", *args, FORK, "--steps", "100000", "--pause", "0.1"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL
     ) as process:
@@ -54,7 +55,7 @@ def test_a_running_example_is_forked_with_changes(tmp_path: Path) -> None:
             "2",
             *words,
             "--steps",
-            "200",
+            "100",
             "--pause",
             "0",
             tmp_path=tmp_path,
@@ -65,7 +66,7 @@ def test_a_running_example_is_forked_with_changes(tmp_path: Path) -> None:
         child = next(run for run in list_runs(tmp_path / "runs") if run.id != parent.id)
         assert (child.parent, child.state) == (parent.id, "ended")
         assert child.parent_step is not None
-        assert child.step == child.parent_step + 200
+        assert child.step == child.parent_step + 100
         tree = sapwood("runs", tmp_path=tmp_path)
         assert f"└ {child.id}" in tree.stdout
         still = list_runs(tmp_path / "runs")[0]
@@ -115,7 +116,8 @@ def test_what_cannot_be_forked(tmp_path: Path, words: list[str], told: str) -> N
 @pytest.mark.parametrize("approach", ["deepclone", "file"])
 def test_the_population_example(tmp_path: Path, approach: str) -> None:
     script = str(EXAMPLES / "04_population.py")
-    words = ["--members", "2", "--rounds", "1", "--seconds", "0.5", "--approach", approach]
+    words = ["--members", "2", "--rounds", "1", "--seconds", "0.5", "--pause", "0.05"]
+    words += ["--approach", approach]
     done = subprocess.run(
         [sys.executable, script, *words],
         cwd=tmp_path,

@@ -89,7 +89,8 @@ class Group:
         ended = [one for one in self._members if one.outcome is not None]
         deadline = time.monotonic() + grace
         while True:
-            found = {one.rank: _told(_proc.in_session(one.pid)) for one in ended}
+            everyone = _proc.processes()
+            found = {one.rank: _told(_proc.in_session(one.pid, everyone)) for one in ended}
             left = {rank: told for rank, told in found.items() if told}
             if not left or time.monotonic() > deadline:
                 return left
@@ -107,7 +108,8 @@ class Group:
         """Kill every rank that still runs, with all it started, and release where they met."""
         members, self._members = self._members, []
         # Found before anyone is killed: an orphan no longer shows whose child it was.
-        doomed = [pid for member in members for pid in member.family()]
+        everyone = _proc.processes()
+        doomed = [pid for member in members for pid in member.family(everyone)]
         try:
             _proc.kill(doomed)
         finally:

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -72,11 +73,11 @@ class Member:
         data, _ = _read_all(self._stacks)
         return data.decode(errors="replace")
 
-    def family(self) -> set[int]:
-        """The rank and every process it started that still runs."""
-        family = {found.pid for found in _proc.in_session(self.pid)}
+    def family(self, everyone: Sequence[_proc.Process]) -> set[int]:
+        """The rank and every process it started, of ``everyone`` who runs."""
+        family = {found.pid for found in _proc.in_session(self.pid, everyone)}
         if self.process.exitcode is None:
-            family |= {self.pid, *(found.pid for found in _proc.descendants(self.pid))}
+            family |= {self.pid, *(found.pid for found in _proc.descending(self.pid, everyone))}
         return family
 
     def close(self) -> None:

@@ -7,15 +7,14 @@ import os
 import signal
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-@dataclass(frozen=True, kw_only=True)
-class Process:
+class Process(NamedTuple):
     """One process: its parent, its session, and its state (``T`` stopped, ``Z`` ended)."""
 
     pid: int
@@ -35,25 +34,37 @@ class Process:
 
 def process(pid: int) -> Process | None:
     """What is known about ``pid``; None when there is no such process."""
+    # Not pathlib: the suite looks at every process of the machine several times per test.
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     except OSError:
         return None
+    try:
+        text = os.read(file, 4096)
+    except OSError:  # it ended in between
+        return None
+    finally:
+        os.close(file)
     # The command in brackets may itself hold spaces and brackets, so fields are counted after it.
-    fields = text[text.rindex(")") + 2 :].split()
-    return Process(pid=pid, state=fields[0], parent=int(fields[1]), session=int(fields[3]))
+    state, parent, _, session, _ = text[text.rindex(b")") + 2 :].split(maxsplit=4)
+    return Process(pid, int(parent), int(session), state.decode())
 
 
 def processes() -> list[Process]:
     """Every process this one can see."""
-    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
     return [found for pid in pids if (found := process(pid)) is not None]
 
 
 def descendants(root: int) -> list[Process]:
     """The children of ``root``, their children, and so on; nearest first."""
+    return descending(root, processes())
+
+
+def descending(root: int, among: Iterable[Process]) -> list[Process]:
+    """Those of ``among`` that descend from ``root``; nearest first."""
     children: dict[int, list[Process]] = {}
-    for found in processes():
+    for found in among:
         children.setdefault(found.parent, []).append(found)
     result: list[Process] = []
     generation = [root]
@@ -64,9 +75,9 @@ def descendants(root: int) -> list[Process]:
     return result
 
 
-def in_session(session: int) -> list[Process]:
-    """The living processes of one session."""
-    return [found for found in processes() if found.session == session and found.state != "Z"]
+def in_session(session: int, among: Iterable[Process]) -> list[Process]:
+    """The living processes of one session, of those in ``among``."""
+    return [found for found in among if found.session == session and found.state != "Z"]
 
 
 def kill(pids: Iterable[int]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
 import threading
 import time
@@ -183,32 +184,35 @@ def _strays() -> list[_proc.Process]:
 
 
 def _listening() -> set[str]:
-    inodes = _socket_inodes()
+    # Our own sockets are asked, rather than the kernel's tables read: those hold the connections of
+    # the whole machine, the closed ones for another minute.
     found = set()
-    for table in ("tcp", "tcp6"):
-        for fields in _table(table):
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.add(f"TCP port {int(fields[1].rpartition(':')[2], 16)}")
-    for fields in _table("unix"):
-        if int(fields[3], 16) & 0x10000 and fields[6] in inodes:
-            found.add(f"Unix socket {fields[7] if len(fields) > 7 else fields[6]}")
+    for number in _sockets():
+        with suppress(OSError):
+            one = socket.socket(fileno=number)
+            try:
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(_told(one))
+            finally:
+                one.detach()  # it has an owner, who closes it
     return found
 
 
-def _table(name: str) -> list[list[str]]:
-    try:
-        lines = Path(f"/proc/self/net/{name}").read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    return [line.split() for line in lines[1:]]
-
-
-def _socket_inodes() -> set[str]:
-    links = set()
+def _sockets() -> list[int]:
+    found = []
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            links.add(str(entry.readlink()))
-    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+            if str(entry.readlink()).startswith("socket:"):
+                found.append(int(entry.name))
+    return found
+
+
+def _told(one: socket.socket) -> str:
+    address = one.getsockname()
+    if one.family == socket.AF_UNIX:
+        name = os.fsdecode(address).replace("\0", "@")  # a name that is no path begins with a zero
+        return f"Unix socket {name or one.fileno()}"
+    return f"TCP port {address[1]}"
 
 
 def _shared_memory() -> set[str]:

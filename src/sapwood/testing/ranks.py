@@ -50,6 +50,7 @@ StartMethod = Literal["forkserver", "spawn"]
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "sapwood.testing._rank")
 # Test modules import these; a rank that has to load them again would wait for it.
 _ALSO_PRELOADED_IF_LOADED = ("pytest", "hypothesis", "numpy")
+_PRELOADED_LAST = "sapwood.testing._preloaded"
 
 
 def rank() -> int:
@@ -103,16 +104,7 @@ def spawn(
     Raises:
         RankError: A rank raised, died, left, was not done in time, or left processes behind.
     """
-    options = _Options(
-        env=env,
-        start=start,
-        store=store,
-        threads=threads,
-        init=init,
-        cwd=cwd,
-        machines=machines,
-        gbit=gbit,
-    )
+    options = _Options(env, start, store, threads, init, cwd, machines, gbit)
     with _prepare(world, (fn, args, kwargs), options) as group:
         outcomes = group.wait(timeout)
         if expect_errors:
@@ -138,23 +130,14 @@ def start(
     **kwargs: Any,
 ) -> Group:
     """Like ``spawn``, but give the running group: use it in a ``with`` block, which ends it."""
-    options = _Options(
-        env=env,
-        start=start,
-        store=store,
-        threads=threads,
-        init=init,
-        cwd=cwd,
-        machines=machines,
-        gbit=gbit,
-    )
+    options = _Options(env, start, store, threads, init, cwd, machines, gbit)
     return _prepare(world, (fn, args, kwargs), options)
 
 
 def warm() -> None:
     """Start the fork server now, in the background, rather than with the first rank."""
     also = [name for name in _ALSO_PRELOADED_IF_LOADED if name in sys.modules]
-    multiprocessing.forkserver.set_forkserver_preload([*_PRELOADED, *also])
+    multiprocessing.forkserver.set_forkserver_preload([*_PRELOADED, *also, _PRELOADED_LAST])
     try:
         multiprocessing.forkserver.ensure_running()
     except OSError as error:
@@ -176,7 +159,7 @@ def stop_server() -> None:
     server._stop()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Options:
     env: Env | None
     start: StartMethod | None
