@@ -57,6 +57,10 @@ class Arena:
         self.bytes = np.frombuffer(self._map, np.uint8)
         return self
 
+    def keep_from_children(self) -> None:
+        """Do not map it in processes forked from this one, where a write would reach its users."""
+        self._map.madvise(mmap.MADV_DONTFORK)
+
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""

@@ -80,6 +80,8 @@ class Worker:
             if not self._closed:
                 self._closed = True
                 self._jobs.put(None)
+        if self.is_current():  # an owner that was lost, found by the collector on this thread
+            return False
         self._thread.join(timeout)
         return not self._thread.is_alive()
 

@@ -23,7 +23,10 @@ __all__ = ["Bucket", "Slot"]
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("bucket", "filled", "given", "gradient", "index", "name", "parameter", "place")
+    __slots__ = (
+        *("bucket", "filled", "given", "gradient", "index"),
+        *("name", "parameter", "place", "taken"),
+    )
 
     def __init__(self, index: int, name: str, parameter: nn.Parameter, bucket: Bucket) -> None:
         """``index`` is the parameter's place in registration order."""
@@ -38,6 +41,9 @@ class Slot:
         self.place = 0
         """The address of ``gradient``: assigning to ``p.grad.data`` moves it elsewhere."""
         self.filled = False
+        """Its hook was called in this backward."""
+        self.taken = False
+        """``given`` holds this step's gradient."""
 
 
 class Bucket:
@@ -64,6 +70,8 @@ class Bucket:
         self._scale = 1.0 / world
         self._memory: BucketMemory | None = None
         self._private = True
+        self._complete = False
+        """Whether this rank had every gradient, so that ``p.grad`` points at each average."""
         self._settle: Callable[[], None] | None = None
         self._flags: Tensor | None = None
         self._summed_flags: Tensor | None = None
@@ -123,7 +131,7 @@ class Bucket:
         self.missing = len(self.slots)
         self.present = []
         for slot in self.slots:
-            slot.filled = False
+            slot.filled = slot.taken = False
 
     def take(self, slot: Slot) -> None:
         """Take a gradient that is complete, while it is in the cache.
@@ -135,6 +143,11 @@ class Bucket:
         gradient = slot.parameter.grad
         if self._memory is None or self._private or gradient is None:
             return
+        if gradient is slot.gradient:
+            raise UsageError(
+                f"p.grad of {slot.name} was kept from an earlier step and put back, but its memory "
+                "belongs to the engine; keep p.grad.clone()"
+            )
         self._give(slot, gradient)
 
     def _give(self, slot: Slot, gradient: Tensor) -> None:
@@ -142,6 +155,7 @@ class Bucket:
         _check_usable(slot, gradient)
         torch.mul(gradient, self._scale, out=slot.given)
         slot.parameter.grad = slot.gradient
+        slot.taken = True
 
     def seal(self, status: Sequence[float] = ()) -> None:
         """Take this rank's gradients, scaled so that the sum over ranks is the mean.
@@ -154,6 +168,7 @@ class Bucket:
         self._flags.fill_(1.0)
         if status:
             self._flags[len(self.slots) :] = torch.tensor(status, dtype=self.dtype)
+        self._complete = True
         for position, slot in enumerate(self.slots):
             assert slot.given is not None
             # Also what an accumulating backward left, which had no hook in this one.
@@ -161,7 +176,8 @@ class Bucket:
             if gradient is None:
                 slot.given.zero_()
                 self._flags[position] = 0.0
-            elif gradient is not slot.gradient:  # else it was taken
+                self._complete = False
+            elif not slot.taken or gradient is not slot.gradient:
                 self._give(slot, gradient)
 
     def _seal_alone(self, status: Sequence[float]) -> None:
@@ -186,18 +202,16 @@ class Bucket:
         self.status = flags[len(self.slots) :]
         if self._private and self._memory.shared:
             self._memory.contribution.copy_(self._memory.average)
-        if all(flag > 0 for flag in flags[: len(self.slots)]) and not self.missing:
+        if self._complete and all(flag > 0 for flag in flags[: len(self.slots)]):
             self.present = self.slots
             return []
-        absent = []
+        absent: list[Slot] = []
         self.present = []
         for flag, slot in zip(flags, self.slots, strict=False):
-            if flag > 0:
+            # What the user has set since stays, to be noticed: ``seal`` left None where none came.
+            if flag > 0 and not slot.taken and slot.parameter.grad is None:
                 slot.parameter.grad = slot.gradient
-                self.present.append(slot)
-            else:
-                slot.parameter.grad = None
-                absent.append(slot)
+            (self.present if flag > 0 else absent).append(slot)
         return absent
 
     def ready(self) -> Ready | None:
@@ -207,6 +221,11 @@ class Bucket:
         whole = self.present is self.slots
         indices = self.indices if whole else [slot.index for slot in self.present]
         return Ready(self.number, self.optimizer, indices)
+
+    def look_again(self) -> None:
+        """Before a late update: also what the user gave a gradient that no rank had one for."""
+        if self.present is not self.slots:
+            self.present = [slot for slot in self.slots if slot.parameter.grad is not None]
 
     def note_versions(self) -> None:
         """Remember gradients and weights as they are, to see whether somebody changes them."""
@@ -235,7 +254,10 @@ class Bucket:
                     return True
                 if gradient.data_ptr() != slot.place or changed_behind(gradient):
                     return True
-        return False
+        if self.present is self.slots:
+            return False
+        present = {slot.index for slot in self.present}
+        return any(s.parameter.grad is not None for s in self.slots if s.index not in present)
 
     def _read_versions(self) -> list[int]:
         if self._memory is not None:  # its views share one counter

@@ -80,6 +80,13 @@ class BucketSet:
             bucket.release()
         self._memory = []
 
+    def look_again(self) -> None:
+        """Before a late update: find gradients the user gave to parameters that had none."""
+        for bucket in self:
+            bucket.look_again()
+            if bucket.present and bucket.optimizer is None:
+                bucket.optimizer = self._view(bucket)
+
     def wake(self, bucket: Bucket) -> BucketMemory | None:
         """Get a dormant bucket ready to be averaged."""
         if bucket.optimizer is None:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from sapwood.errors import UsageError
 from sapwood.sync.guard import in_backward
+from sapwood.sync.nested import tensors_in
 
-__all__ = ["AveragedGradient", "changed_behind", "forget", "present_as"]
+__all__ = ["TOO_EARLY", "AveragedGradient", "changed_behind", "forget", "present_as"]
 
 _off = torch._C.DisableTorchFunctionSubclass
 # Ways to the memory that version counters do not see.
@@ -36,9 +37,9 @@ _HARMLESS = {
     *(getattr(Tensor, name).__get__ for name in _GETTERS),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.element_size),
 }
-_TOO_EARLY = (
-    "a hook looks at p.grad during back-propagation, when this gradient has been handed over for "
-    "averaging; look at it in a hook of the parameter itself "
+TOO_EARLY = (
+    "p.grad is looked at during back-propagation, when this gradient has been handed over for "
+    "averaging; look at it in a hook of the parameter itself, registered before the forward "
     "(p.register_post_accumulate_grad_hook), after backward(), or use update='deferred'"
 )
 
@@ -56,17 +57,30 @@ class AveragedGradient(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Wait for the average, then do what was asked."""
-        first = args[0] if args else None
-        if isinstance(first, AveragedGradient):
-            if first._settle is not None and function not in _HARMLESS:
-                if in_backward():  # the average may need what is still to come
-                    raise UsageError(_TOO_EARLY)
-                first._settle()
-            if function in _ALIASES and first._before is None:
-                with _off():
-                    first._before = first.clone(memory_format=torch.contiguous_format)
+        if function not in _HARMLESS:
+            for gradient in tensors_in((args, kwargs)):
+                if isinstance(gradient, AveragedGradient):
+                    gradient._looked_at(alias=function in _ALIASES)
         with _off():
             return function(*args, **(kwargs or {}))
+
+    def _looked_at(self, *, alias: bool) -> None:
+        if self._settle is not None:
+            if in_backward():  # the average may need what is still to come
+                raise UsageError(TOO_EARLY)
+            self._settle()
+        if alias and self._before is None:
+            with _off():
+                self._before = self.clone(memory_format=torch.contiguous_format)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A tensor of its own."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain tensor: what is saved does not belong to the engine."""
+        plain: Any = self.clone()
+        return plain.__reduce_ex__(protocol)
 
 
 def present_as(gradient: Tensor, settle: Callable[[], None] | None) -> Tensor:

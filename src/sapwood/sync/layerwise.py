@@ -14,7 +14,8 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from sapwood.sync.bucket import Bucket
 from sapwood.sync.bucketset import BucketSet
 from sapwood.sync.buffers import BufferSync
 from sapwood.sync.deferred import apply_all
+from sapwood.sync.gradients import TOO_EARLY
 from sapwood.sync.guard import BackwardGuard, in_backward, nested
 from sapwood.sync.members import Members
 from sapwood.sync.order import graph_roots, joint_order, ready_order
@@ -85,6 +87,7 @@ class Layerwise:
         self._keeps_gradients = False
         self._late: set[int] = set()
         self._withheld: list[Bucket] = []
+        self._nested_pass = -1
         self._step_start = 0.0
         self._forward_start = self._forward_end = self._last_gradient = 0
         self._updated_at: list[int] = []
@@ -127,6 +130,7 @@ class Layerwise:
         """End the step. Without a backward this rank takes part with no gradients of its own."""
         self._check()
         if self._phase is _Phase.IDLE:
+            self._follow_membership()
             self._begin()
             self._end()
         start = time.perf_counter_ns()
@@ -239,6 +243,9 @@ class Layerwise:
         if not nested():
             BackwardGuard(self._end, self._aborted).arm()
             self._armed = True
+        elif self._nested_pass != (number := torch._C._current_graph_task_id()):
+            self._nested_pass = number
+            BackwardGuard(lambda: None, self._aborted).arm()
 
     def _full(self, bucket: Bucket) -> None:
         self._last_gradient = time.perf_counter_ns()
@@ -252,12 +259,18 @@ class Layerwise:
             self._launch(planned[self._next])
 
     def _begin(self) -> None:
+        with self._breaking():
+            self._start_step()
+
+    def _start_step(self) -> None:
         self._check()
         if self._phase is _Phase.REDUCING:
             raise self._broken(_FORGOTTEN)
         self._phase = _Phase.BACKWARD
         self._armed = False
         self._context.group.step = self._updater.step
+        if not self._forward_seen and (names := self._members.unfrozen()):
+            raise UsageError(_unfrozen(names))
         due = self._replanner.reason or self._tuner.due
         if self._plan is None or due is not None:
             self._make_plan(due or "first backward")
@@ -291,8 +304,11 @@ class Layerwise:
 
     def _end(self) -> None:
         """Backward is over: send what is left, complete or not."""
-        if self._phase is not _Phase.BACKWARD:
-            return
+        if self._phase is _Phase.BACKWARD:
+            with self._breaking():
+                self._send_rest()
+
+    def _send_rest(self) -> None:
         self._armed = False
         self._trace_span("backward", self._forward_end)
         if self._context.trace.on:
@@ -414,6 +430,7 @@ class Layerwise:
         context = self._context
         assert self._buckets is not None
         if context.mode != "layerwise":
+            self._buckets.look_again()
             ready = [r for b in self._buckets if (r := b.ready()) is not None]
             return apply_all(context, self._updater, ready)
         if self._keeps_gradients:
@@ -515,6 +532,7 @@ class Layerwise:
             handle.remove()
         self._handles.clear()
         self.attach()
+        self._tuner.restart()
         self._release_buckets()
         self._plan, self._predicted = None, []
 
@@ -530,8 +548,11 @@ class Layerwise:
 
     def _settled_for_reader(self) -> None:
         """Somebody looks at a gradient whose average may be on its way."""
-        if self._phase is _Phase.REDUCING and not self._worker.is_current():
-            self.wait()
+        if self._worker.is_current() or self._phase not in (_Phase.BACKWARD, _Phase.REDUCING):
+            return
+        self.wait()
+        if self._phase is _Phase.BACKWARD:  # under way in another thread
+            raise UsageError(TOO_EARLY)
 
     def _healthy(self) -> bool:
         return self._phase is not _Phase.BROKEN and self._worker.error is None
@@ -547,6 +568,17 @@ class Layerwise:
     def _tell_peers(self, error: BaseException) -> None:
         if not isinstance(error, PeerFailed):
             self._context.group.board.post(f"{type(error).__name__}: {error}")
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """An error inside leaves a step that nobody may end as if nothing had happened."""
+        try:
+            yield
+        except BaseException as error:
+            if self._phase is not _Phase.BROKEN:
+                self._phase = _Phase.BROKEN
+                self._tell_peers(error)
+            raise
 
     def _broken(self, message: str) -> UsageError:
         self._phase = _Phase.BROKEN
@@ -564,6 +596,15 @@ _FORGOTTEN = (
     "backward(), wrap all but the last backward of a step in `with run.accumulate():`, and freeze "
     "this model (requires_grad_(False)) around the backward of another model's loss"
 )
+
+
+def _unfrozen(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"unfrozen, or given to the optimizer, since the last forward: {shown}; only parts of the "
+        "model were called since then, so these gradients would be lost: call the whole model, "
+        "run.model(...), in the first step after unfreezing"
+    )
 
 
 def _twice(name: str) -> str:

@@ -57,6 +57,14 @@ class Members:
         """
         return not self.frozen() and self._signature() != self._seen
 
+    def unfrozen(self) -> list[str]:
+        """Names of parameters that are trained now and were not at the last ``read``."""
+        if not self.changed():
+            return []
+        before = {number for number, trained in self._seen if trained}
+        held = {number for number, trained in self._signature() if trained} - before
+        return [name for name, p in named_parameters(self._model).items() if id(p) in held]
+
     def frozen(self) -> bool:
         """Whether every parameter of the optimizer is frozen now."""
         groups = self._optimizer.param_groups

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from sapwood.errors import UsageError
 from sapwood.sync.guard import in_backward
+from sapwood.sync.nested import tensors_in
 
 __all__ = ["WeightReads"]
 
@@ -226,7 +227,7 @@ def _sealed(kind: type) -> type:
             cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if function not in _METADATA and in_backward():
-                for argument in _tensors((args, kwargs)):
+                for argument in tensors_in((args, kwargs)):
                     reader = _readers.get(id(argument))
                     if reader is not None:
                         reader.read(argument)
@@ -237,16 +238,6 @@ def _sealed(kind: type) -> type:
         made = type(kind)(kind.__name__, (kind,), {**body, "__module__": kind.__module__})
         _sealed_classes[kind] = made
     return _sealed_classes[kind]
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _metadata() -> frozenset[Any]:

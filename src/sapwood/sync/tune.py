@@ -92,7 +92,7 @@ class Tuner:
             nbytes: the size of all gradients.
             late: whether updates may be late: nobody waits for updated tensors.
         """
-        if self._settled:
+        if self._settled or not nbytes:
             return
         self._settled = True
         # Sums of more than two ranks depend on where gloo cuts a bucket.
@@ -148,6 +148,12 @@ class Tuner:
         agreed = json.loads(self._group.share_text("times of buckets", mine))
         self._take({Choice(**choice): seconds for choice, seconds in agreed})
 
+    def restart(self) -> None:
+        """Other parameters are trained now: times of before say nothing."""
+        self._times, self._over = {}, False
+        if self._trials:
+            self._start(0)
+
     def _start(self, at: int) -> None:
         self._at = at
         if self._trials[at] != self.choice:
@@ -178,13 +184,16 @@ class Tuner:
         """The choice, and what it was made for; nothing while trials are under way."""
         if self.learned is None:
             return {}
-        here = {"ranks": self._group.world, "averaging": self._averaging}
-        return {**asdict(self.choice), **here, "learned": self.learned}
+        return {**asdict(self.choice), "made_for": self._here(), "learned": self.learned}
+
+    def _here(self) -> dict[str, Any]:
+        return {"ranks": self._group.world, "averaging": self._averaging, "early": self._early}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a choice that was made for the same ranks and the same way of averaging."""
-        same = (state.get("ranks"), state.get("averaging")) == (self._group.world, self._averaging)
-        if not same or (self._settled and not self._trials and self.learned is None):
+        """Take over a choice that was made for as many ranks, averaging and updating alike."""
+        if state.get("made_for") != self._here() or (
+            self._settled and not self._trials and self.learned is None
+        ):
             return
         chosen = Choice(bucket_mb=state["bucket_mb"], early=state["early"])
         if chosen != self.choice:

@@ -64,8 +64,10 @@ class Updater:
             self.reads.seal(ready.indices, updated=True)
         start = time.perf_counter_ns()
         with _unnoticed():
-            ready.optimizer.step()
             updated = [self._context.parameters[i] for i in ready.indices]
+            # Before and after: an alias must not pass for unchanged while it is being written.
+            increment_version(updated)
+            ready.optimizer.step()
             increment_version(updated)
             versions = (parameter._version for parameter in updated)
             self.versions.update(zip(ready.indices, versions, strict=True))

@@ -95,10 +95,12 @@ class Neighbours:
         self._closing = True
         self.tell(farewell)
         self.wake()
-        self._thread.join(patience)
+        if threading.current_thread() is not self._thread:  # else the collector found us here
+            self._thread.join(patience)
         self._given_up = True
         self.wake()
-        self._thread.join(_END)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_END)
         self._links.close()
         if not self._thread.is_alive():
             os.close(self._wake)

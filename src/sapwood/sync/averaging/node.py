@@ -396,6 +396,10 @@ class _Layout:
 
     def map(self, spec: _Spec, me: int, lanes: int) -> list[BucketMemory]:
         assert self.result is not None
+        for arena in (*self.memory.values(), self.result):
+            if arena.nbytes < spec.nbytes:
+                raise ConnectionError("a rank of this machine laid its buckets out differently")
+            arena.keep_from_children()
         made = []
         for bucket, (length, dtype) in enumerate(spec.sizes):
             contribution = spec.view(self.memory[me], bucket)
