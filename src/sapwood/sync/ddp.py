@@ -7,7 +7,7 @@ a gradient are DDP's error. Update arithmetic, fences and events are the same as
 
 # No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from sapwood.sync.buffers import BufferSync
 from sapwood.sync.deferred import apply_all
 from sapwood.sync.gradients import changed_behind, present_as
 from sapwood.sync.guard import BackwardGuard, in_backward, nested
+from sapwood.sync.hooks import ModuleHook
 from sapwood.sync.optim import OptimizerView
 from sapwood.sync.reads import WeightReads
 from sapwood.sync.updates import Ready, Updater, option_changed, weight_changed
@@ -87,10 +88,9 @@ class Ddp:
         """Register the communication hook."""
         self._wrapped.register_comm_hook(None, self._hook)
         inner = self._context.model
-        aside: Callable[..., Any] = torch.compiler.disable
         self._handles = [
-            inner.register_forward_pre_hook(aside(self._before_forward)),
-            inner.register_forward_hook(aside(self._after_forward), always_call=True),
+            inner.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            inner.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
         ]
 
     def generation(self, name: str) -> int:

@@ -31,6 +31,7 @@ from sapwood.sync.bucketset import BucketSet
 from sapwood.sync.buffers import BufferSync
 from sapwood.sync.deferred import apply_all
 from sapwood.sync.guard import BackwardGuard, in_backward, nested
+from sapwood.sync.hooks import ModuleHook
 from sapwood.sync.members import Members
 from sapwood.sync.order import graph_roots, joint_order, ready_order
 from sapwood.sync.plan import Plan, agree_order, lay_out
@@ -103,10 +104,9 @@ class Layerwise:
             hook = self._gradient_hook(index)
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-        aside: Callable[..., Any] = torch.compiler.disable  # a compiler must not trace into these
         self._handles += [
-            self.model.register_forward_pre_hook(aside(self._before_forward)),
-            self.model.register_forward_hook(aside(self._after_forward), always_call=True),
+            self.model.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
         ]
         if self._context.mode == "layerwise":
             self._reads = WeightReads(self._context, self._broken)
