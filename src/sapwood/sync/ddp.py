@@ -7,6 +7,7 @@ a gradient are DDP's error. Update arithmetic, fences and events are the same as
 
 # No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,13 +42,16 @@ class Ddp:
         settings = context.settings
         self.stats = SyncStats()
         self._context = context
-        self._wrapped = DistributedDataParallel(
-            context.model,
-            process_group=context.group.process_group,
-            broadcast_buffers=False,  # ours: also when one rank alone evaluates, nobody waits
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=settings.bucket_mb or 25.0,
-        )
+        with warnings.catch_warnings():
+            # forward_sync_buffers, which torch asks for instead, would still send buffers here.
+            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+            self._wrapped = DistributedDataParallel(
+                context.model,
+                process_group=context.group.process_group,
+                broadcast_buffers=False,  # ours: also when one rank alone evaluates, nobody waits
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=settings.bucket_mb or 25.0,
+            )
         self.model: nn.Module = self._wrapped
         self._index = {id(p): i for i, p in enumerate(context.parameters)}
         self._updater = Updater(context, self.stats)

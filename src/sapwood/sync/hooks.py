@@ -14,15 +14,17 @@ import torch
 
 __all__ = ["ModuleHook"]
 
+_aside: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
+
 
 class ModuleHook:
     """A module's hook that compilers do not trace into."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         """``call`` gets what torch gives to the hook."""
-        aside: Callable[..., Any] = torch.compiler.disable
-        self._call = aside(call)
+        self._call = call
 
+    @_aside
     def __call__(self, *args: Any) -> None:
         """Run it."""
         self._call(*args)
