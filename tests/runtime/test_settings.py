@@ -41,7 +41,7 @@ def value(name: str, **arguments: Any) -> Any:
 def test_the_nearest_source_wins_and_is_remembered(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file.write_text('[engine]\nrate = 2\ncount = 4\nmode = "fast"\n[other]\nx = 1\n')
+    file.write_text('[engine]\nrate = 2\ncount = 4\nmode = "fast"\n[clone]\nx = 1\n')
     monkeypatch.setenv("SAPWOOD_RATE", "3.5")
     monkeypatch.setenv("SAPWOOD_COUNT", "5")
     resolved = resolve(Engine, "engine", {"rate": 4.5, "count": UNSET})

@@ -113,7 +113,7 @@ def warn_of_unknown_variables(kinds: Iterable[type]) -> None:
 
     Not refused, because other programs may use the prefix.
     """
-    fields = [f.name for kind in kinds for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    fields = [f.name for kind in kinds for f in dataclasses.fields(kind)]
     known = {*VARIABLES, *(f"SAPWOOD_{name.upper()}" for name in fields)}
     for name in sorted(os.environ):
         if not name.startswith("SAPWOOD_") or name.startswith(_PRIVATE):

@@ -227,7 +227,9 @@ class Ddp:
         if self._in_step:
             raise self._broken(
                 "backward() was called again before run.step() ended the step; call run.step() "
-                "after each backward(), and wrap all but the last in `with run.accumulate():`"
+                "after each backward(), and wrap all but the last in `with run.accumulate():`. An "
+                "exception may have skipped run.step(): a loop that catches one after backward() "
+                "must still call it, or restart from a checkpoint"
             )
         self._in_step = self._in_backward = True
         self._context.views.follow()
@@ -236,7 +238,7 @@ class Ddp:
         if reads is not None:
             self._late = reads.late
             reads.start_backward()
-            reads.say_new("is used through detach() or .data")
+            reads.say_new("used through detach() or .data")
 
     def _after_ddp(self) -> None:
         # DDP ends its part in a callback of its own, which was queued later than ours.

@@ -65,6 +65,8 @@ class Layerwise:
         self._averager = context.averaging.averager
         self._tuner = context.tuner
         self._members = Members(context.model, context.views.optimizer)
+        self._members.note(context.names, context.parameters)
+        self._ever_absent: set[int] = set()
         self._updater = Updater(context, self.stats)
         self._buffers = BufferSync(context)
         self._worker = Worker("sapwood-update", on_error=self._tell_peers)
@@ -134,6 +136,7 @@ class Layerwise:
         self._trace_span("wait", start)
         outcome = self._apply()
         self._buffers.finish(self._updater.step)
+        self._check_replaced()
         self._count()
         assert self._buckets is not None
         for bucket in self._buckets:
@@ -182,6 +185,9 @@ class Layerwise:
             return
         if self._members.frozen():  # another Run trains through this model
             return
+        converted = self._members.converted()
+        if converted is not None:
+            raise self._broken(converted)
         self._follow_membership()
         self._be_last()
         if not self._forward_seen:
@@ -267,7 +273,7 @@ class Layerwise:
         if self._reads is not None:
             self._late = self._reads.late
             self._reads.start_backward()
-            self._reads.say_new("is used through detach() or .data")
+            self._reads.say_new("used through detach() or .data")
 
     def _launch(self, bucket: Bucket, status: tuple[float, ...] = ()) -> None:
         self._next = bucket.number + 1
@@ -303,7 +309,7 @@ class Layerwise:
         self._buffers.launch()
         if self._reads is not None:
             self._reads.end_backward()
-            self._reads.say_new("is read again after its gradient is complete")
+            self._reads.say_new("read again after its gradient is complete")
         self._phase = _Phase.REDUCING
         self._careful = False
         self._worker.submit(self._update_withheld)
@@ -426,6 +432,15 @@ class Layerwise:
         context.views.after_step()
         return StepOutcome(skipped=not any(b.present for b in self._buckets))
 
+    def _check_replaced(self) -> None:
+        """A replaced layer shows in parameters that get no gradient; others are just unused."""
+        if self._ever_absent.issuperset(self._absent):
+            return
+        self._ever_absent.update(self._absent)
+        replaced = self._members.replaced()
+        if replaced is not None:
+            raise self._broken(replaced)
+
     def _count(self) -> None:
         self.stats.steps += 1
         early = sum(at < self._last_gradient for at in self._updated_at)
@@ -503,6 +518,7 @@ class Layerwise:
         self._handles.clear()
         self.attach()
         self._plan, self._predicted, self._buckets = None, [], None
+        self._ever_absent.clear()
 
     def _be_last(self) -> None:
         """A hook registered after ours may change the gradient: ours must see what it leaves."""
@@ -548,7 +564,9 @@ class Layerwise:
 _FORGOTTEN = (
     "backward() was called again before run.step() ended the step; call run.step() after each "
     "backward(), wrap all but the last backward of a step in `with run.accumulate():`, and freeze "
-    "this model (requires_grad_(False)) around the backward of another model's loss"
+    "this model (requires_grad_(False)) around the backward of another model's loss. An exception "
+    "may have skipped run.step(): a loop that catches one after backward() must still call it, or "
+    "restart from a checkpoint"
 )
 
 
