@@ -73,7 +73,7 @@ def test_ranks_agree_share_and_reduce(world: int) -> None:
             assert expected is not None
             assert expected in told.pop()
         else:
-            assert "not that of rank 0. First difference: rank 0 has" in told.pop()
+            assert "do not have the same model. First difference: rank 0 has" in told.pop()
     for one in answers:
         assert one["shared"] == ["0 from 0", "1 from 0", "2 from 0"]
         assert one["values"] == (world * (world + 1) / 2, 1.0, [7.0] * 3)
