@@ -62,9 +62,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 
-    with sapwood.Run(
-        model, optimizer, schedulers=[scheduler], time_limit=options.time_limit
-    ) as run:
+    # Left away when not given: time_limit=None would switch off what SAPWOOD_TIME_LIMIT says.
+    limit = {"time_limit": options.time_limit} if options.time_limit else {}
+    with sapwood.Run(model, optimizer, schedulers=[scheduler], **limit) as run:
         samples = Samples(128, run.rank)
         with sapwood.Checkpointer(
             run, options.place, every=options.every, own={"samples": samples}

@@ -13,7 +13,7 @@ from sapwood._version import __version__
 if TYPE_CHECKING:
     from sapwood.checkpoint.checkpointer import Checkpointer
     from sapwood.errors import SapwoodError
-    from sapwood.events import BuffersUpdated, PlanChanged, StepEnded, TensorUpdated
+    from sapwood.events import BuffersUpdated, PlanChanged, RunStopping, StepEnded, TensorUpdated
     from sapwood.run import Run
     from sapwood.runtime.stopped import Stopped
 
@@ -22,6 +22,7 @@ _HOME = {
     "Checkpointer": "sapwood.checkpoint.checkpointer",
     "PlanChanged": "sapwood.events",
     "Run": "sapwood.run",
+    "RunStopping": "sapwood.events",
     "SapwoodError": "sapwood.errors",
     "StepEnded": "sapwood.events",
     "Stopped": "sapwood.runtime.stopped",
@@ -33,6 +34,7 @@ __all__ = [
     "Checkpointer",
     "PlanChanged",
     "Run",
+    "RunStopping",
     "SapwoodError",
     "StepEnded",
     "Stopped",

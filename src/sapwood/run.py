@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sapwood import trace as tracing
 from sapwood._version import __version__
+from sapwood.checkpoint.settings import CheckpointSettings
 from sapwood.clone.donor import Donor
 from sapwood.clone.forked import Fork, join_fork
 from sapwood.clone.order import ForkedFrom
@@ -32,7 +33,7 @@ from sapwood.runtime.ending import AtExit
 from sapwood.runtime.folder import RunFolder, host_facts, new_run_id
 from sapwood.runtime.group import Group
 from sapwood.runtime.handle import run_state
-from sapwood.runtime.settings import UNSET, Resolved, resolve
+from sapwood.runtime.settings import UNSET, Resolved, resolve, warn_of_unknown_variables
 from sapwood.runtime.stopped import Stopped
 from sapwood.runtime.stopping import Stopping, StopSettings, check_time_left
 from sapwood.state.extras import Extras, Stateful
@@ -123,7 +124,8 @@ class Run:
         given = {"folder": folder, "trace": trace, "stop_signals": stop_signals, **stops}
         places = resolve(RunSettings, "run", given)
         check_time_left(places.value)
-        sync = resolve(SyncSettings, "sync", settings)
+        beside = ("schedulers", "scaler", "id", *given)
+        sync = resolve(SyncSettings, "sync", settings, beside=beside)
         self.optimizer = optimizer
         self.events = EventBus()
         self.schedulers: list[LRScheduler] = []
@@ -139,6 +141,10 @@ class Run:
         self._folder_made = False
         self.trace: tracing.Tracer = tracing.OFF
         self.group = Group.join(check_model(model), timeout=sync.value.timeout)
+        if self.group.rank == 0:
+            warn_of_unknown_variables(
+                (RunSettings, SyncSettings, CheckpointSettings, CloneSettings)
+            )
         try:
             # In the group, so that the other ranks hear of a refusal and need not wait for it.
             check_kinds(model, optimizer)

@@ -103,3 +103,15 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
 
 def test_python_dash_m_works(tmp_path):
     assert sapwood("--version", tmp_path=tmp_path).stdout.strip() == __version__
+
+
+def test_the_package_is_the_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "sapwood", "--version"],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, __version__), done.stderr

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import shutil
 import signal
@@ -10,7 +11,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from sapwood.cli.failures import SentSignals, report
+from sapwood.cli.rank import TRACEBACK
 from sapwood.cli.verbs import run as run_verb
 from tests.cli.helpers import DEADLINE, alive, environment, pids_in, sapwood, start, wait_for
 
@@ -103,20 +107,56 @@ def test_a_failing_rank_gives_its_traceback_and_its_exit_code(tmp_path):
     assert "sapwood/cli" not in done.stderr
 
 
-def test_a_rank_killed_by_a_signal_is_named(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_killed_by_a_signal_is_named(tmp_path, number):
     name = script(
         tmp_path,
-        """
-        import os, signal, time
+        f"""
+        import os, time
         if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), {int(number)})
         time.sleep(600)
         """,
     )
     done = sapwood("run", "-n", "2", name, tmp_path=tmp_path)
-    assert done.returncode == 128 + signal.SIGKILL
-    assert "rank 1 failed with signal SIGKILL" in done.stderr
+    assert done.returncode == 128 + number
+    assert f"rank 1 failed with signal {number.name}" in done.stderr
     assert "--logs" in done.stderr
+    # Only a traceback that the message names is worth a folder.
+    assert list((tmp_path / "tmp").glob("sapwood-run-*")) == []
+
+
+def failed(tmp_path: Path, rank: int, exitcode: int, error: str | None = None) -> ProcessFailure:
+    folder = tmp_path / str(rank)
+    folder.mkdir()
+    if error is not None:
+        (folder / TRACEBACK).write_text(error)
+        message = {"message": error, "extraInfo": {"timestamp": "1"}}
+        report = {"message": message, "error_type": error, "time_ns": 10**9}
+        (folder / "error.json").write_text(json.dumps(report))
+    return ProcessFailure(
+        local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=str(folder / "error.json")
+    )
+
+
+def test_a_frozen_rank_that_the_launcher_kills_is_not_the_cause(tmp_path, capsys):
+    sent = SentSignals()
+    sent.note(101, signal.SIGTERM)
+    sent.note(101, signal.SIGKILL)
+    failures = {0: failed(tmp_path, 0, 1, "PeerFailed"), 1: failed(tmp_path, 1, -signal.SIGKILL)}
+    code, kept = report(failures, sent)
+    assert (code, kept) == (1, tmp_path / "0" / TRACEBACK)
+    before, last = capsys.readouterr().err.splitlines()
+    assert "rank 1 did not end" in before
+    assert last.startswith("sapwood: rank 0 failed with exit code 1")
+
+
+def test_a_rank_ended_by_somebody_else_is_the_cause(tmp_path, capsys):
+    sent = SentSignals()
+    sent.note(100, signal.SIGTERM)  # while it was already failing
+    failures = {0: failed(tmp_path, 0, 1, "PeerFailed"), 1: failed(tmp_path, 1, -signal.SIGTERM)}
+    assert report(failures, sent) == (128 + signal.SIGTERM, None)
+    assert "rank 1 failed with signal SIGTERM" in capsys.readouterr().err
 
 
 def test_restarts_start_all_ranks_again_and_the_last_exit_code_counts(tmp_path):

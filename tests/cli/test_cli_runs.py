@@ -152,3 +152,25 @@ def test_a_run_is_found_by_folder_id_or_beginning(tmp_path, monkeypatch):
         find_run("2026", tmp_path)
     with pytest.raises(RunFolderError, match="`sapwood runs` lists"):
         find_run("2027", tmp_path)
+
+
+@pytest.mark.parametrize("columns", [None, 100, 60])
+def test_a_long_message_cuts_no_other_column(tmp_path, capsys, monkeypatch, columns):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    message = "PeerFailed: " + "rank 1 did not answer " * 20 + "end"
+    make_run(tmp_path, "20261116-0042-3f9a1c", state="failed", error=message)
+    make_run(tmp_path, "20261116-0043-aaaaaa")
+    assert main(["runs", str(tmp_path)]) == 0
+    header, first, second = sorted(capsys.readouterr().out.splitlines(), key=lambda x: x[0] != "r")
+    assert header.split() == ["run", "state", "ranks", "step", "started", "age", "parent"]
+    assert first.split()[:4] == ["20261116-0042-3f9a1c", "failed", "2", "7"]
+    assert second.split()[:4] == ["20261116-0043-aaaaaa", "ended", "2", "7"]
+    if columns is None:
+        assert first.rstrip().endswith(message)
+    else:
+        assert "PeerFailed: rank 1" in first
+        assert first.rstrip().endswith("…")
+    if columns == 100:
+        assert len(first) <= 100

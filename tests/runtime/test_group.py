@@ -25,7 +25,10 @@ AGREEMENTS: list[tuple[list[list[str]], str | None]] = [
     ([["a", "b"], ["a", "b"], ["a", "c"], ["a", "b"]], "rank 0 has [b], rank 2 has [c]"),
     ([["a", "b"], ["a", "b"], ["a"], ["a", "b"]], "rank 0 has [b], rank 2 has nothing more"),
     ([["a"], ["a", "b"], ["a"], ["a"]], "rank 0 has nothing more, rank 1 has [b]"),
-    ([["a"], ["x"], ["a"], ["y"]], "2 ranks is not that of rank 0. First difference: rank 0 has"),
+    (
+        [["a"], ["x"], ["a"], ["y"]],
+        "rank 0 and 2 ranks do not have the same model. First difference: rank 0",
+    ),
     ([["a", "b"], ["a\nb"], ["a", "b"], ["a", "b"]], "rank 0 has [a], rank 1 has [a\nb]"),
     ([[], ["nothing more"], [], []], "rank 0 has nothing more, rank 1 has [nothing more]"),
     ([["é"] * 3] * 4, None),
@@ -70,7 +73,7 @@ def test_ranks_agree_share_and_reduce(world: int) -> None:
             assert expected is not None
             assert expected in told.pop()
         else:
-            assert "not that of rank 0. First difference: rank 0 has" in told.pop()
+            assert "do not have the same model. First difference: rank 0 has" in told.pop()
     for one in answers:
         assert one["shared"] == ["0 from 0", "1 from 0", "2 from 0"]
         assert one["values"] == (world * (world + 1) / 2, 1.0, [7.0] * 3)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 
 from sapwood.errors import ConfigError
+from sapwood.runtime import settings
 from sapwood.runtime.settings import UNSET, resolve
 
 
@@ -40,7 +41,7 @@ def value(name: str, **arguments: Any) -> Any:
 def test_the_nearest_source_wins_and_is_remembered(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file.write_text('[engine]\nrate = 2\ncount = 4\nmode = "fast"\n[other]\nx = 1\n')
+    file.write_text('[engine]\nrate = 2\ncount = 4\nmode = "fast"\n[clone]\nx = 1\n')
     monkeypatch.setenv("SAPWOOD_RATE", "3.5")
     monkeypatch.setenv("SAPWOOD_COUNT", "5")
     resolved = resolve(Engine, "engine", {"rate": 4.5, "count": UNSET})
@@ -174,3 +175,36 @@ def test_a_named_file_must_exist(file: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SAPWOOD_CONFIG", "nowhere.toml")
     with pytest.raises(ConfigError, match=r"SAPWOOD_CONFIG names nowhere\.toml, which is not"):
         resolve(Engine, "engine", {})
+
+
+def test_unknown_sections_are_refused(file: Path) -> None:
+    file.write_text("[syncs]\ncount = 1\n")
+    with pytest.raises(
+        ConfigError, match=r"unknown section \[syncs\].*known: run, sync.*did you mean 'sync'"
+    ):
+        resolve(Engine, "engine", {})
+    file.write_text("count = 1\n")
+    with pytest.raises(ConfigError, match=r"'count' outside of a section.*\[sync\]"):
+        resolve(Engine, "engine", {})
+
+
+def test_unknown_variables_are_warned_of_once(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("SAPWOOD_RATEE", "3")
+    monkeypatch.setenv("SAPWOOD_RATE", "3")
+    monkeypatch.setattr(settings, "_warned", set())
+    for _ in range(2):
+        settings.warn_of_unknown_variables([Engine])
+    (record,) = [r for r in caplog.records if "RATE" in r.getMessage()]
+    assert "SAPWOOD_RATEE is set" in record.getMessage()
+    assert "did you mean 'SAPWOOD_RATE'?" in record.getMessage()
+
+
+def test_every_variable_of_the_source_is_known() -> None:
+    source = Path(settings.__file__).parents[1]
+    found = set()
+    for path in source.rglob("*.py"):
+        found |= set(re.findall(r"SAPWOOD_[A-Z0-9_]*[A-Z0-9]", path.read_text()))
+    fields = {"SAPWOOD_BUCKET_MB", "SAPWOOD_FOLDER"}  # examples in texts
+    assert {name for name in found if not name.startswith("SAPWOOD_BENCH")} <= (
+        settings.VARIABLES | fields | {"SAPWOOD_TEST"}
+    )

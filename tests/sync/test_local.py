@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -355,6 +356,21 @@ def test_sparse_gradients_are_refused() -> None:
         run.model(torch.tensor([1, 2])).sum().backward()
 
 
+def test_an_infinite_limit_only_measures_the_norm() -> None:
+    plain, ours = pair()
+    models.train_plain(plain, torch.optim.SGD(plain.parameters(), **SGD), 3)
+    norms = []
+    with sapwood.Run(
+        ours, torch.optim.SGD(ours.parameters(), **SGD), clip_grad_norm=math.inf
+    ) as run:
+        for step in range(3):
+            x, y = models.batch(step)
+            models.loss_of(run.model(x), y).backward()
+            norms.append(run.step().grad_norm)
+    assert all(norm is not None and 0 < norm < math.inf for norm in norms)
+    assert models.same(models.weights(plain), models.weights(ours))
+
+
 def test_configurations_that_cannot_work() -> None:
     model = models.mlp()
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3, 7))], lr=0.1)
@@ -363,6 +379,8 @@ def test_configurations_that_cannot_work() -> None:
         sapwood.Run(model, foreign)
     with pytest.raises(ConfigError, match="unknown setting 'bucket'"):
         sapwood.Run(model, good, bucket=3)
+    with pytest.raises(ConfigError, match=r"schedulers.*did you mean 'time_limit'"):
+        sapwood.Run(model, good, time_limt=3)
     with pytest.raises(ConfigError, match="engine is 'magic'"):
         sapwood.Run(model, good, engine="magic")
     with pytest.raises(ConfigError, match="more than 0"):

@@ -317,3 +317,41 @@ def test_a_hook_that_looks_at_a_gradient_on_its_way_is_refused() -> None:
         for update in ("layerwise", "deferred")
     ]
     assert ranks.spawn(look_during_backward, 2, timeout=100) == [want, want]
+
+
+def replace_a_layer(model: nn.Module) -> None:
+    model[0] = nn.Linear(16, 16)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("update", ["auto", "deferred"])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda model: model.double(), r"float64.*close the Run"),
+        (replace_a_layer, r"no longer in the model.*close the Run"),
+    ],
+)
+def test_a_model_that_is_changed_under_its_run(change, told: str, update: str) -> None:
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sapwood.Run(model, optimizer, update=update) as run:
+        models.train_run_step(run, 0)
+        change(model)
+        x, y = models.batch(1)
+        x = x.to(model[0].weight.dtype)
+
+        def one_step() -> None:
+            models.loss_of(run.model(x), y).backward()
+            run.step()
+
+        with pytest.raises(UsageError, match=told):
+            one_step()
+
+
+def test_an_exception_that_skipped_the_step_is_suspected() -> None:
+    model = models.mlp()
+    with sapwood.Run(model, torch.optim.SGD(model.parameters(), lr=0.1)) as run:
+        x, y = models.batch(0)
+        models.loss_of(run.model(x), y).backward()
+        with pytest.raises(UsageError, match=r"exception may have skipped run\.step\(\)"):
+            models.loss_of(run.model(x), y).backward()

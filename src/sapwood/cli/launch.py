@@ -17,8 +17,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from sapwood.cli import process
+from sapwood.cli.failures import SentSignals, report
 from sapwood.cli.limit import Limit
-from sapwood.cli.rank import LAUNCHER, TRACEBACK
+from sapwood.cli.rank import LAUNCHER
 from sapwood.cli.script import Script
 from sapwood.runtime.notes import NOTES, read_notes
 from sapwood.runtime.stopped import EXIT_CODE
@@ -65,14 +66,17 @@ def launch(plan: Plan) -> int:
     before = {number: signal.signal(number, leave) for number in _STOP}
     keep = plan.logs is not None
     try:
-        failures = _run_ranks(plan, folder, leave)
+        with SentSignals() as sent:
+            failures = _run_ranks(plan, folder, leave)
         # torch ends the others when the first leaves, some of them just before they would.
-        codes = {failure.exitcode for failure in failures.values()} - {-signal.SIGTERM}
+        codes = {failure.exitcode for failure in failures.values() if not sent.ended(failure)}
         if codes == {EXIT_CODE} and (stopped := _how_stopped(folder / "notes")):
             return _say(stopped)
-        # The message names a traceback in the folder, so that one stays.
-        keep = keep or bool(failures)
-        return _report(failures) if failures else 0
+        if not failures:
+            return 0
+        code, traceback = report(failures, sent)
+        keep = keep or traceback is not None  # the message names that file
+        return code
     except _StopError as ended:
         if stopped := _how_stopped(folder / "notes"):
             return _say(stopped)
@@ -205,30 +209,3 @@ def _how_stopped(notes: Path) -> str:
 def _say(stopped: str) -> int:
     print(f"sapwood: {stopped}", file=sys.stderr)
     return EXIT_CODE
-
-
-def _report(failures: dict[int, ProcessFailure]) -> int:
-    rank, failure = min(failures.items(), key=lambda item: _when(item[1]))
-    code = failure.exitcode
-    how = f"exit code {code}" if code >= 0 else f"signal {failure.signal_name()}"
-    text = Path(failure.error_file).with_name(TRACEBACK)
-    if text.exists():
-        where = f"its traceback is above and in {text}"
-    else:
-        where = "it left no traceback: look at its last lines above, or run again with --logs"
-    print(f"sapwood: rank {rank} failed with {how}; {where}", file=sys.stderr)
-    return code if code >= 0 else 128 - code
-
-
-def _when(failure: ProcessFailure) -> tuple[bool, bool, bool, int]:
-    """Orders failures by how likely they are the cause of the others.
-
-    The launcher ends the remaining ranks with SIGTERM, and a killed rank makes its peers fail.
-    """
-    data = failure.error_file_data
-    return (
-        failure.exitcode == -signal.SIGTERM,
-        failure.exitcode >= 0,
-        data.get("error_type") == "PeerFailed",
-        int(data.get("time_ns", failure.timestamp * 1_000_000_000)),
-    )

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["console", "print_json", "table", "width"]
+__all__ = ["console", "print_json", "print_with_messages", "table", "width"]
 
-_PIPE_WIDTH = 160
+_PIPE_WIDTH = 100
+_ENDLESS = 100_000
+_READABLE = 24
+"""Columns below which a shortened message says nothing."""
 
 
 def width() -> int:
-    """Columns to draw in: those of the terminal, or enough for a file."""
-    return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+    """Columns to draw in: ``COLUMNS``, those of the terminal, or enough for a file."""
+    return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns if _limited() else _PIPE_WIDTH
 
 
 def console() -> Console:
-    """A console on standard output; a pipe gets wide lines, no colours and no wrapping at 80."""
+    """A console on standard output; a pipe gets whole lines and no colours."""
     if sys.stdout.isatty():
         return Console(highlight=False)
-    return Console(highlight=False, width=_PIPE_WIDTH, color_system=None)
+    # A program that reads a table must not find its cells cut.
+    columns = width() if _limited() else _ENDLESS
+    return Console(highlight=False, width=columns, color_system=None)
+
+
+def _limited() -> bool:
+    return sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -33,6 +44,24 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", no_wrap=True)
     return made
+
+
+def print_with_messages(made: Table) -> None:
+    """Print a table whose last column holds messages: only these are shortened, to one line each.
+
+    Columns that do not fit even so run over the edge, where the terminal wraps them.
+    """
+    messages = made.columns[-1]
+    # Rich narrows columns that may wrap before it cuts others.
+    messages.no_wrap, messages.overflow = False, "ellipsis"
+    out = console()
+    wanted = out.measure(made, options=out.options.update(width=_ENDLESS)).maximum
+    cells = [cell for cell in messages.cells if isinstance(cell, Text)]
+    for cell in cells:
+        cell.no_wrap = True
+    longest = max((cell.cell_len for cell in cells), default=0)
+    out.width = max(out.width, wanted - max(longest - _READABLE, 0))
+    out.print(made, soft_wrap=False, crop=False)
 
 
 def print_json(value: Any) -> None:

@@ -202,7 +202,7 @@ class Group:
         where = _first_difference(json.loads(odd[0]), json.loads(odd[first]), first)
         ranks = f"rank {first}" if len(odd) == 2 else f"{len(odd) - 1} ranks"
         raise MismatchError(
-            f"the {what} of {ranks} is not that of rank 0. First difference: {where}. Build the "
+            f"rank 0 and {ranks} do not have the same {what}. First difference: {where}. Build the "
             "same on every rank, for instance from the same arguments and before anything that "
             "depends on the rank"
         )

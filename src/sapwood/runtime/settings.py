@@ -8,21 +8,37 @@ is set by an argument, by ``SAPWOOD_BUCKET_MB``, or by ``bucket_mb`` in ``[sync]
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import logging
 import numbers
 import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sapwood.errors import ConfigError
 
-__all__ = ["UNSET", "Resolved", "resolve"]
+__all__ = ["SECTIONS", "UNSET", "VARIABLES", "Resolved", "resolve", "warn_of_unknown_variables"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+SECTIONS = ("run", "sync", "checkpoint", "clone")
+"""Sections of the file; they are read by different parts of a run, each of which knows its own."""
+VARIABLES = frozenset(
+    f"SAPWOOD_{name}"
+    for name in (
+        *("CONFIG", "DEBUG", "FAULTS", "FORK", "HOST", "LAUNCHER_PID", "LAUNCH_NOTES", "LOCAL"),
+        *("MOONCAKE_DEVICE", "MOONCAKE_PROTOCOL", "NODE", "SOCKET_IFNAME"),
+    )
+)
+"""Variables of ours that are not settings."""
+_PRIVATE = ("SAPWOOD_BENCH_", "SAPWOOD_TEST_")
+_warned: set[str] = set()
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
 _WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
 _IN_WORDS = {
@@ -54,12 +70,20 @@ class Resolved(typing.Generic[T]):
     origins: Mapping[str, str]
 
 
-def resolve(kind: type[T], section: str, arguments: Mapping[str, Any]) -> Resolved[T]:
-    """Make ``kind`` from the arguments that are not UNSET, the environment, the file, defaults."""
+def resolve(
+    kind: type[T], section: str, arguments: Mapping[str, Any], *, beside: Sequence[str] = ()
+) -> Resolved[T]:
+    """Make ``kind`` from the arguments that are not UNSET, the environment, the file, defaults.
+
+    ``beside`` names what the caller takes besides, for the message about an unknown argument.
+    """
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(arguments) - set(fields))
     if unknown:
-        raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(fields))}")
+        known = sorted({*fields, *beside})
+        raise ConfigError(
+            f"unknown setting {unknown[0]!r}; known: {', '.join(known)}{_near(unknown[0], known)}"
+        )
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     origins = dict.fromkeys(fields, "default")
@@ -77,8 +101,46 @@ def resolve(kind: type[T], section: str, arguments: Mapping[str, Any]) -> Resolv
             origins[name] = f"file {path}"
     strange = sorted(set(table) - set(fields))
     if strange:
-        raise ConfigError(f"{path} sets unknown [{section}] {strange[0]!r}; known: {list(fields)}")
+        near = _near(strange[0], fields)
+        raise ConfigError(
+            f"{path} sets unknown [{section}] {strange[0]!r}; known: {list(fields)}{near}"
+        )
     return Resolved(kind(**values), origins)
+
+
+def warn_of_unknown_variables(kinds: Iterable[type]) -> None:
+    """Log, once for each, variables with our prefix that are none of ours: likely misspelt.
+
+    Not refused, because other programs may use the prefix.
+    """
+    fields = [f.name for kind in kinds for f in dataclasses.fields(kind)]
+    known = {*VARIABLES, *(f"SAPWOOD_{name.upper()}" for name in fields)}
+    for name in sorted(os.environ):
+        if not name.startswith("SAPWOOD_") or name.startswith(_PRIVATE):
+            continue
+        if name not in known and name not in _warned:
+            _warned.add(name)
+            log.warning("%s is set, but means nothing to Sapwood%s", name, _near(name, known))
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _check_sections(path: Path, table: Mapping[str, Any], section: str) -> None:
+    known = dict.fromkeys((*SECTIONS, section))
+    for name, value in table.items():
+        if name in known:
+            continue
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{path} sets {name!r} outside of a section; put it below one of "
+                f"{', '.join(f'[{one}]' for one in known)}"
+            )
+        raise ConfigError(
+            f"{path} has an unknown section [{name}]; known: {', '.join(known)}{_near(name, known)}"
+        )
 
 
 def _file(section: str) -> tuple[str, dict[str, Any]]:
@@ -94,6 +156,7 @@ def _file(section: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"cannot read the settings in {path}: {error.strerror}") from error
     except ValueError as error:  # also what is not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
+    _check_sections(path, table, section)
     found = table.get(section, {})
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: [{section}] must be a table, got {found!r}")

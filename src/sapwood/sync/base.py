@@ -63,6 +63,8 @@ class SyncSettings:
             object.__setattr__(self, "clip_grad_norm", None)
         for name in ("first_bucket_mb", "bucket_mb", "clip_grad_norm", "timeout", "fence_timeout"):
             value = getattr(self, name)
+            if name == "clip_grad_norm" and value == math.inf:
+                continue  # only measure the norm
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}, expected a number more than 0")
         if self.replan_after < 1:

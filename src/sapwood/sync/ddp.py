@@ -7,7 +7,8 @@ a gradient are DDP's error. Update arithmetic, fences and events are the same as
 
 # No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from sapwood.sync.buffers import BufferSync
 from sapwood.sync.deferred import apply_all
 from sapwood.sync.gradients import changed_behind, present_as
 from sapwood.sync.guard import BackwardGuard, in_backward, nested
+from sapwood.sync.hooks import ModuleHook
 from sapwood.sync.optim import OptimizerView
 from sapwood.sync.reads import WeightReads
 from sapwood.sync.updates import Ready, Updater, option_changed, weight_changed
@@ -40,13 +42,16 @@ class Ddp:
         settings = context.settings
         self.stats = SyncStats()
         self._context = context
-        self._wrapped = DistributedDataParallel(
-            context.model,
-            process_group=context.group.process_group,
-            broadcast_buffers=False,  # ours: also when one rank alone evaluates, nobody waits
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=settings.bucket_mb or 25.0,
-        )
+        with warnings.catch_warnings():
+            # forward_sync_buffers, which torch asks for instead, would still send buffers here.
+            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+            self._wrapped = DistributedDataParallel(
+                context.model,
+                process_group=context.group.process_group,
+                broadcast_buffers=False,  # ours: also when one rank alone evaluates, nobody waits
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=settings.bucket_mb or 25.0,
+            )
         self.model: nn.Module = self._wrapped
         self._index = {id(p): i for i, p in enumerate(context.parameters)}
         self._updater = Updater(context, self.stats)
@@ -87,10 +92,9 @@ class Ddp:
         """Register the communication hook."""
         self._wrapped.register_comm_hook(None, self._hook)
         inner = self._context.model
-        aside: Callable[..., Any] = torch.compiler.disable
         self._handles = [
-            inner.register_forward_pre_hook(aside(self._before_forward)),
-            inner.register_forward_hook(aside(self._after_forward), always_call=True),
+            inner.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            inner.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
         ]
 
     def generation(self, name: str) -> int:
@@ -223,7 +227,9 @@ class Ddp:
         if self._in_step:
             raise self._broken(
                 "backward() was called again before run.step() ended the step; call run.step() "
-                "after each backward(), and wrap all but the last in `with run.accumulate():`"
+                "after each backward(), and wrap all but the last in `with run.accumulate():`. An "
+                "exception may have skipped run.step(): a loop that catches one after backward() "
+                "must still call it, or restart from a checkpoint"
             )
         self._in_step = self._in_backward = True
         self._context.views.follow()
@@ -232,7 +238,7 @@ class Ddp:
         if reads is not None:
             self._late = reads.late
             reads.start_backward()
-            reads.say_new("is used through detach() or .data")
+            reads.say_new("used through detach() or .data")
 
     def _after_ddp(self) -> None:
         # DDP ends its part in a callback of its own, which was queued later than ours.

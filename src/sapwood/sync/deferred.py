@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -42,6 +43,10 @@ def _clip(context: Context) -> float | None:
     limit = context.settings.clip_grad_norm
     if limit is None:
         return None
+    if math.isinf(limit):
+        # Not with clip_grad_norm_: an infinite norm divided by the limit is NaN.
+        gradients = [p.grad for p in context.parameters if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
     return float(torch.nn.utils.clip_grad_norm_(context.parameters, limit))
 
 

@@ -33,6 +33,7 @@ from sapwood.sync.buffers import BufferSync
 from sapwood.sync.deferred import apply_all
 from sapwood.sync.gradients import TOO_EARLY
 from sapwood.sync.guard import BackwardGuard, in_backward, nested
+from sapwood.sync.hooks import ModuleHook
 from sapwood.sync.members import Members
 from sapwood.sync.order import graph_roots, joint_order, ready_order
 from sapwood.sync.plan import Plan, agree_order, lay_out
@@ -66,6 +67,8 @@ class Layerwise:
         self._averager = context.averaging.averager
         self._tuner = context.tuner
         self._members = Members(context.model, context.views.optimizer)
+        self._members.note(context.names, context.parameters)
+        self._ever_absent: set[int] = set()
         self._updater = Updater(context, self.stats)
         self._buffers = BufferSync(context)
         self._worker = Worker("sapwood-update", on_error=self._tell_peers)
@@ -107,10 +110,9 @@ class Layerwise:
             hook = self._gradient_hook(index)
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-        aside: Callable[..., Any] = torch.compiler.disable  # a compiler must not trace into these
         self._handles += [
-            self.model.register_forward_pre_hook(aside(self._before_forward)),
-            self.model.register_forward_hook(aside(self._after_forward), always_call=True),
+            self.model.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
         ]
         if self._context.mode == "layerwise":
             self._reads = WeightReads(self._context, self._broken)
@@ -139,6 +141,7 @@ class Layerwise:
         self._trace_span("wait", start)
         outcome = self._apply()
         self._buffers.finish(self._updater.step)
+        self._check_replaced()
         self._count()
         assert self._buckets is not None
         for bucket in self._buckets:
@@ -189,6 +192,9 @@ class Layerwise:
             return
         if self._members.frozen():  # another Run trains through this model
             return
+        converted = self._members.converted()
+        if converted is not None:
+            raise self._broken(converted)
         self._follow_membership()
         self._be_last()
         if not self._forward_seen:
@@ -283,7 +289,7 @@ class Layerwise:
         if self._reads is not None:
             self._late = self._reads.late
             self._reads.start_backward()
-            self._reads.say_new("is used through detach() or .data")
+            self._reads.say_new("used through detach() or .data")
 
     def _launch(self, bucket: Bucket, status: tuple[float, ...] = ()) -> None:
         self._next = bucket.number + 1
@@ -322,7 +328,7 @@ class Layerwise:
         self._buffers.launch()
         if self._reads is not None:
             self._reads.end_backward()
-            self._reads.say_new("is read again after its gradient is complete")
+            self._reads.say_new("read again after its gradient is complete")
         self._phase = _Phase.REDUCING
         self._careful = False
         self._worker.submit(self._update_withheld)
@@ -446,6 +452,15 @@ class Layerwise:
         context.views.after_step()
         return StepOutcome(skipped=not any(b.present for b in self._buckets))
 
+    def _check_replaced(self) -> None:
+        """A replaced layer shows in parameters that get no gradient; others are just unused."""
+        if self._ever_absent.issuperset(self._absent):
+            return
+        self._ever_absent.update(self._absent)
+        replaced = self._members.replaced()
+        if replaced is not None:
+            raise self._broken(replaced)
+
     def _count(self) -> None:
         self.stats.steps += 1
         early = sum(at < self._last_gradient for at in self._updated_at)
@@ -535,6 +550,7 @@ class Layerwise:
         self._tuner.restart()
         self._release_buckets()
         self._plan, self._predicted = None, []
+        self._ever_absent.clear()
 
     def _be_last(self) -> None:
         """A hook registered after ours may change the gradient: ours must see what it leaves."""
@@ -594,7 +610,9 @@ class Layerwise:
 _FORGOTTEN = (
     "backward() was called again before run.step() ended the step; call run.step() after each "
     "backward(), wrap all but the last backward of a step in `with run.accumulate():`, and freeze "
-    "this model (requires_grad_(False)) around the backward of another model's loss"
+    "this model (requires_grad_(False)) around the backward of another model's loss. An exception "
+    "may have skipped run.step(): a loop that catches one after backward() must still call it, or "
+    "restart from a checkpoint"
 )
 
 

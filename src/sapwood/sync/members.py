@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ class Members:
         self._model = model
         self._optimizer = optimizer
         self._seen = self._signature()
+        self._kinds: dict[str, tuple[nn.Parameter, torch.dtype, torch.device]] = {}
 
     def read(self) -> tuple[list[str], list[nn.Parameter]]:
         """Names and parameters, in registration order.
@@ -47,7 +49,36 @@ class Members:
                 "nothing to train: the optimizer holds no parameter of the model with "
                 "requires_grad=True"
             )
+        self.note(list(trained), list(trained.values()))
         return list(trained), list(trained.values())
+
+    def note(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """These are trained, as they are now."""
+        named = zip(names, parameters, strict=True)
+        self._kinds = {name: (p, p.dtype, p.device) for name, p in named}
+
+    def converted(self) -> str | None:
+        """What to say if ``model.double()``, ``.to(...)`` or the like came after ``read``."""
+        for name, (parameter, dtype, device) in self._kinds.items():
+            if parameter.dtype != dtype or parameter.device != device:
+                return (
+                    f"{name} was {dtype} on {device} when the Run was made and is now "
+                    f"{parameter.dtype} on {parameter.device}; close the Run, convert the model, "
+                    "make its optimizer and then a new Run"
+                )
+        return None
+
+    def replaced(self) -> str | None:
+        """What to say if a trained parameter is no longer part of the model."""
+        present = {id(p) for p in self._model.parameters()}
+        for name, (parameter, _, _) in self._kinds.items():
+            if id(parameter) not in present:
+                return (
+                    f"{name} is no longer in the model: a layer was replaced while a Run trains "
+                    "it, and the optimizer does not hold the new one; close the Run, change the "
+                    "model, make its optimizer and then a new Run"
+                )
+        return None
 
     def changed(self) -> bool:
         """Whether parameters were frozen, unfrozen or added to the optimizer since ``read``.

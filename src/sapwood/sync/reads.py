@@ -142,7 +142,9 @@ class WeightReads:
         if new:
             names = ", ".join(self._names[i] for i in new[:5])
             more = f" and {len(new) - 5} more" if len(new) > 5 else ""
-            log.warning("%s%s %s: updated at the end of backward, not during it", names, more, why)
+            verb = "is" if len(new) == 1 else "are"
+            what = f"{names}{more} {verb} {why}"
+            log.warning("%s: updated at the end of backward, not during it", what)
 
     def read(self, parameter: Tensor) -> None:
         """Back-propagation reads a sealed parameter."""

@@ -17,12 +17,13 @@ __all__ = ["demo"]
 def demo(*, keep: Annotated[bool, Parameter(negative="")] = False, steps: int = 30) -> None:
     """Train a small model on two ranks and show what Sapwood saw.
 
-    It starts two real processes on this machine, trains for a few seconds, then draws one step of
-    both ranks, counts the buckets that were updated while back-propagation was still busy, and
-    counts the events a subscriber received. Nothing is left behind unless you ask for it.
+    It starts two real processes on this machine, trains, then draws one step of both ranks, counts
+    the buckets that were updated while back-propagation was still busy, and counts the events a
+    subscriber received. Further scenes kill a training and go on from its checkpoint, and fork one
+    while it runs. Nothing is left behind unless you ask for it.
 
     ```
-    sapwood demo             a few seconds
+    sapwood demo             about a minute
     sapwood demo --keep      keep the run folder, to look at it with `sapwood trace`
     ```
 

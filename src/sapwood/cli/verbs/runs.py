@@ -50,7 +50,7 @@ def runs(
 def _show(found: list[RunInfo], folder: Path) -> None:
     from rich.text import Text
 
-    from sapwood.cli.output import console, table
+    from sapwood.cli.output import console, print_with_messages, table
 
     if not found:
         console().print(f"no runs in {folder} yet", markup=False)
@@ -66,9 +66,9 @@ def _show(found: list[RunInfo], folder: Path) -> None:
             run.created.astimezone().strftime("%Y-%m-%d %H:%M") if run.created else "-",
             _age(run.created),
             Text(_parent(run)),
-            Text(run.detail or ""),
+            Text(" ".join((run.detail or "").split())),
         )
-    console().print(made)
+    print_with_messages(made)
 
 
 def _text(number: int | None) -> str:
