@@ -29,7 +29,8 @@ from sapwood.sync.guard import BackwardGuard, in_backward, nested
 from sapwood.sync.hooks import ModuleHook
 from sapwood.sync.optim import OptimizerView
 from sapwood.sync.reads import WeightReads
-from sapwood.sync.updates import Ready, Updater, option_changed, weight_changed
+from sapwood.sync.refusals import FORGOTTEN, option_changed, weight_changed
+from sapwood.sync.updates import Ready, Updater
 
 __all__ = ["Ddp"]
 
@@ -225,12 +226,7 @@ class Ddp:
                 "backward(): DistributedDataParallel decides in forward whether to average"
             )
         if self._in_step:
-            raise self._broken(
-                "backward() was called again before run.step() ended the step; call run.step() "
-                "after each backward(), and wrap all but the last in `with run.accumulate():`. An "
-                "exception may have skipped run.step(): a loop that catches one after backward() "
-                "must still call it, or restart from a checkpoint"
-            )
+            raise self._broken(FORGOTTEN)
         self._in_step = self._in_backward = True
         self._context.views.follow()
         self._armed = False

@@ -25,6 +25,7 @@ from sapwood.errors import PeerFailed, UsageError
 from sapwood.events import PlanChanged, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.worker import Worker
+from sapwood.sync import refusals
 from sapwood.sync.averaging.base import Pending
 from sapwood.sync.base import Context, StepOutcome, SyncStats
 from sapwood.sync.bucket import Bucket
@@ -39,7 +40,7 @@ from sapwood.sync.order import graph_roots, joint_order, ready_order
 from sapwood.sync.plan import Plan, agree_order, lay_out
 from sapwood.sync.reads import WeightReads
 from sapwood.sync.replan import Replanner
-from sapwood.sync.updates import Updater, option_changed, weight_changed
+from sapwood.sync.updates import Updater
 
 __all__ = ["Layerwise"]
 
@@ -230,7 +231,7 @@ class Layerwise:
             assert self._buckets is not None
             slot = self._buckets.slots[index]
             if slot.filled:
-                raise self._broken(_twice(slot.name))
+                raise self._broken(refusals.twice(slot.name))
             slot.filled = True
             self._fired.append(index)
             bucket = slot.bucket
@@ -271,12 +272,12 @@ class Layerwise:
     def _start_step(self) -> None:
         self._check()
         if self._phase is _Phase.REDUCING:
-            raise self._broken(_FORGOTTEN)
+            raise self._broken(refusals.FORGOTTEN)
         self._phase = _Phase.BACKWARD
         self._armed = False
         self._context.group.step = self._updater.step
         if not self._forward_seen and (names := self._members.unfrozen()):
-            raise UsageError(_unfrozen(names))
+            raise UsageError(refusals.unfrozen(names))
         due = self._replanner.reason or self._tuner.due
         if self._plan is None or due is not None:
             self._make_plan(due or "first backward")
@@ -304,7 +305,7 @@ class Layerwise:
             self._updater.lane.follow()  # a collective would have ordered the streams
             self._worker.submit(lambda: self._ready_alone(bucket))
             return
-        what = f"averaging bucket {bucket.number} of step {step} ({_shown(bucket)})"
+        what = f"averaging bucket {bucket.number} of step {step} ({refusals.some(bucket.names)})"
         pending = self._averager.launch(bucket.number, what)
         self._worker.submit(lambda: self._reduced(bucket, pending, launched))
 
@@ -347,11 +348,7 @@ class Layerwise:
     def _aborted(self) -> None:
         if self._reads is not None:
             self._reads.end_backward()
-        self._broken(
-            "an exception ended its back-propagation; see the traceback there (if it says that a "
-            "variable was modified in place, a weight is used through an alias that was updated: "
-            "use update='deferred')"
-        )
+        self._broken(refusals.ABORTED)
 
     # -- worker ------------------------------------------------------------------------------
 
@@ -409,10 +406,10 @@ class Layerwise:
         if ready is None:
             return
         if self._keeps_gradients and bucket.written():
-            raise self._broken(_touched(bucket))
+            raise self._broken(refusals.gradient_changed(bucket.number, bucket.names))
         moved = bucket.moved()
         if moved is not None:
-            raise self._broken(weight_changed(moved))
+            raise self._broken(refusals.weight_changed(moved))
         self._updated_at.append(self._updater.update(ready))
 
     def _reduce_dormant(self) -> None:
@@ -442,13 +439,13 @@ class Layerwise:
         if self._keeps_gradients:
             for bucket in self._buckets:
                 if bucket.touched():
-                    raise self._broken(_touched(bucket))
+                    raise self._broken(refusals.gradient_changed(bucket.number, bucket.names))
         option = context.views.changed_option()
         if option is not None:
-            raise self._broken(option_changed(option))
+            raise self._broken(refusals.option_changed(option))
         weight = self._updater.changed_weight()
         if weight is not None:
-            raise self._broken(weight_changed(weight))
+            raise self._broken(refusals.weight_changed(weight))
         context.views.after_step()
         return StepOutcome(skipped=not any(b.present for b in self._buckets))
 
@@ -576,10 +573,7 @@ class Layerwise:
     def _check(self) -> None:
         self._worker.check()
         if self._phase is _Phase.BROKEN:
-            raise UsageError(
-                "an earlier error broke this run's step, and the ranks' states may differ; "
-                "restart from a checkpoint"
-            )
+            raise UsageError(refusals.BROKEN)
 
     def _tell_peers(self, error: BaseException) -> None:
         if not isinstance(error, PeerFailed):
@@ -605,42 +599,3 @@ class Layerwise:
         trace = self._context.trace
         if trace.on and start:
             trace.complete(name, start, end or time.perf_counter_ns(), step=self._updater.step)
-
-
-_FORGOTTEN = (
-    "backward() was called again before run.step() ended the step; call run.step() after each "
-    "backward(), wrap all but the last backward of a step in `with run.accumulate():`, and freeze "
-    "this model (requires_grad_(False)) around the backward of another model's loss. An exception "
-    "may have skipped run.step(): a loop that catches one after backward() must still call it, or "
-    "restart from a checkpoint"
-)
-
-
-def _unfrozen(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"unfrozen, or given to the optimizer, since the last forward: {shown}; only parts of the "
-        "model were called since then, so these gradients would be lost: call the whole model, "
-        "run.model(...), in the first step after unfreezing"
-    )
-
-
-def _twice(name: str) -> str:
-    return (
-        f"{name} received its gradient twice in one backward(): re-entrant activation "
-        "checkpointing over a shared parameter does this; use checkpoint(..., use_reentrant=False)"
-    )
-
-
-def _touched(bucket: Bucket) -> str:
-    return (
-        f"a gradient of bucket {bucket.number} ({_shown(bucket)}) was changed after backward(), "
-        "but weights are updated during backward, with the unchanged one; clip with "
-        "Run(clip_grad_norm=...), or use update='deferred' to change gradients between backward() "
-        "and run.step()"
-    )
-
-
-def _shown(bucket: Bucket) -> str:
-    names = bucket.names
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

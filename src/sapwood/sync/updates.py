@@ -18,7 +18,7 @@ from sapwood.sync.base import Context, SyncStats
 from sapwood.sync.optim import OptimizerView
 from sapwood.sync.reads import WeightReads
 
-__all__ = ["Ready", "Updater", "option_changed", "weight_changed"]
+__all__ = ["Ready", "Updater"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,21 +147,3 @@ class Updater:
         """Wait for every hold: before bucket numbers change their meaning."""
         for bucket in list(self._fences):
             self.pass_fence(bucket)
-
-
-def option_changed(option: str) -> str:
-    """The refusal of a hyperparameter that was set too late."""
-    return (
-        f"the optimizer's {option} was changed between backward() and run.step(), but weights were "
-        "updated during backward, with the old value; set it before backward(), or use "
-        "update='deferred'"
-    )
-
-
-def weight_changed(name: str) -> str:
-    """The refusal of a weight that was written too early."""
-    return (
-        f"{name} was changed between backward() and run.step(), but it is updated during backward, "
-        "so one of the two would be lost; change weights after run.step(), or use "
-        "update='deferred'"
-    )
