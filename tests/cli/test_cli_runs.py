@@ -75,7 +75,8 @@ def test_states_are_told_apart(tmp_path):
         ("status.json", None, "status.json is missing"),
     ],
 )
-def test_a_damaged_folder_is_listed_with_the_reason(tmp_path, name, text, why, capsys):
+def test_a_damaged_folder_is_listed_with_the_reason(tmp_path, name, text, why, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     make_run(tmp_path, "good")
     file = make_run(tmp_path, "bad") / name
     if text is None:
