@@ -41,10 +41,9 @@ help:
 demo: .venv/.demo
 	@$(BIN)/sapwood demo
 
-# Most tests wait for processes more than they compute: two at a time on two cores. Files keep the
-# order of tests/conftest.py, the longest first; left alone, those with the most tests would be.
+# Tests wait for processes about a fifth of the time: one more at a time than there are cores.
 test: .venv/.dev
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.dev docs
 	@$(BIN)/ruff check .
