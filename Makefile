@@ -41,7 +41,8 @@ help:
 demo: .venv/.demo
 	@$(BIN)/sapwood demo
 
-# Tests wait for processes about a fifth of the time: one more at a time than there are cores.
+# Tests wait for processes about a fifth of the time: one more at a time than there are cores. Files
+# keep the order of tests/conftest.py, the longest first; else those with the most tests would be.
 test: .venv/.dev
 	@$(BIN)/python -m pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist loadfile --no-loadscope-reorder
 
