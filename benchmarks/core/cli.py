@@ -15,6 +15,7 @@ from typing import Any
 
 from . import cases, figure, machine, markdown
 from .judge import judge
+from .kept import Kept
 from .model import Benchmark, Plan
 from .run import Report, run_case
 
@@ -33,6 +34,9 @@ def parser(benchmark: Benchmark) -> argparse.ArgumentParser:
         "--only", default="", metavar="NAMES", help="contenders or roles (ours, peers), by comma"
     )
     made.add_argument("--record", action="store_true", help="write RESULTS.md and results/*.json")
+    made.add_argument(
+        "--resume", action="store_true", help="go on after the last finished case of a run cut off"
+    )
     made.add_argument("--list", action="store_true", help="show cases and contenders, run nothing")
     return made
 
@@ -83,7 +87,12 @@ def progress(total: int) -> Iterator[tuple[Report, Report]]:
 
 
 def run_all(
-    benchmark: Benchmark, plan: Plan, chosen: Sequence[cases.Case], names: Sequence[str], mode: str
+    benchmark: Benchmark,
+    plan: Plan,
+    chosen: Sequence[cases.Case],
+    names: Sequence[str],
+    mode: str,
+    kept: Kept,
 ) -> dict[str, Any]:
     load = machine.load_average()
     warning = machine.load_warning()
@@ -92,9 +101,14 @@ def run_all(
     with progress(len(chosen)) as (begin, report):
         for index, case in enumerate(chosen):
             begin(f"[{index + 1}/{len(chosen)}] {cases.label(case)}")
-            results.append(run_case(benchmark, case, names, plan, report))
-            if "reason" in results[-1]:
-                complain(results[-1])
+            result = kept.find(case)
+            if result is None:
+                result = run_case(benchmark, case, names, plan, report)
+                kept.add(result)
+            results.append(result)
+            if "reason" in result:
+                complain(result)
+    kept.end()
     warnings = [*([warning] if warning else []), *disturbances(results)]
     for text in warnings:
         print(f"warning: {text}", file=sys.stderr)
@@ -158,7 +172,9 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     if given.list:
         show(benchmark, chosen, names)
         return 0
-    run = run_all(benchmark, plan, chosen, names, mode)
+    unfinished = machine.HERE / "results" / f"{benchmark.name}-{mode}.unfinished"
+    kept = Kept(unfinished, resume=given.resume)
+    run = run_all(benchmark, plan, chosen, names, mode, kept)
     print(markdown.render(benchmark, run))
     whole = given.full and not filters and not given.only
     stem = benchmark.name if whole else f"{benchmark.name}-partial"

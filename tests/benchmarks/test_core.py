@@ -1,12 +1,13 @@
 """The pure parts of the benchmark harness."""
 
 import math
+from pathlib import Path
 
 import pytest
 
-from benchmarks.core import cases, cli, markdown, run
+from benchmarks.core import cases, cli, kept, markdown, run
 from benchmarks.core.judge import Target, judge
-from benchmarks.core.model import Benchmark, Contender, Metric, Plan
+from benchmarks.core.model import Benchmark, Contender, Extra, Metric, Plan
 from benchmarks.core.ranks import RankGroup, Spot
 from benchmarks.core.stats import ratio_of_medians, summarise
 
@@ -23,6 +24,12 @@ class Scripted:
     def measure(self, contender: str) -> dict[str, float]:
         self.asked.append(contender)
         return {"step": {"mine": 9.0, "slow": 12.0, "fast": 10.0, "floor": 5.0}[contender]}
+
+    def finish(self) -> Extra:
+        return Extra()
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def bench(**changes: object) -> Benchmark:
@@ -133,6 +140,40 @@ def test_a_disturbed_run_is_not_recorded() -> None:
     assert cli.why_not_recorded({"warnings": []}, whole=False, asked=True) is None
     assert "disturbed" in str(cli.why_not_recorded({"warnings": warnings}, whole=True, asked=True))
     assert "part" in str(cli.why_not_recorded({"warnings": []}, whole=False, asked=False))
+
+
+def test_a_run_that_was_cut_off_goes_on_after_its_last_case(tmp_path: Path) -> None:
+    file = tmp_path / "demo.unfinished"
+    first = kept.Kept(file, resume=False)
+    first.add(result(1, mine=[9.0]))
+    first.add({"case": {"ranks": 2}, "status": "failed", "reason": "cut off"})
+    with file.open("a") as cut:
+        cut.write('{"case": {"ranks": 4}, "sam')
+    again = kept.Kept(file, resume=True)
+    assert again.find({"ranks": 1}) == result(1, mine=[9.0])
+    assert again.find({"ranks": 2}) is None
+    again.add(result(2, mine=[8.0]))
+    assert kept.Kept(file, resume=True).find({"ranks": 2}) == result(2, mine=[8.0])
+    assert kept.Kept(file, resume=False).find({"ranks": 1}) is None
+
+
+def test_only_cases_that_are_not_there_are_measured(tmp_path: Path) -> None:
+    opened: list[object] = []
+
+    def session(case: cases.Case, names: object, options: object) -> Scripted:
+        opened.append(case["ranks"])
+        return Scripted()
+
+    benchmark = bench(open=session)
+    file = kept.Kept(tmp_path / "demo.unfinished", resume=False)
+    file.add(result(1, mine=[9.0], slow=[12.0], fast=[10.0], floor=[5.0]))
+    file = kept.Kept(tmp_path / "demo.unfinished", resume=True)
+    names = ["mine", "slow", "fast", "floor"]
+    chosen = cases.expand(PLAN.axes)
+    done = cli.run_all(benchmark, PLAN, chosen, names, "full", file)
+    assert opened == [2]
+    assert [one["case"]["ranks"] for one in done["cases"]] == [1, 2]
+    assert not (tmp_path / "demo.unfinished").exists()
 
 
 def test_ranks_know_who_shares_their_machine() -> None:
