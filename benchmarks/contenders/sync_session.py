@@ -141,7 +141,8 @@ class SyncSession:
         for name in self.names:
             measured = group.burst(name, warm=self.options["check_steps"] - 2, steps=2)
             slowest = max(slowest, measured["wall"])
-        self.steps = max(1, min(self.options["max_burst"], int(self.options["burst"] / slowest)))
+        # One step after another's turn would mostly tell how cold the caches were.
+        self.steps = max(2, min(self.options["max_burst"], int(self.options["burst"] / slowest)))
         self.say_sizes(group.ask("call", function="gradient_bytes")[0])
         if OURS in self.names:
             chosen = group.ask("call", function="averaging", contender=OURS)[0]
