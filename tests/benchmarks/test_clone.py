@@ -11,8 +11,8 @@ from benchmarks.contenders.fork_costs import RAW, derive, fork_metrics
 from sapwood.clone.manifest import Manifest
 from sapwood.clone.plan import ClonePlan
 from sapwood.state.catalog import Catalog
-from sapwood.testing import machines
 from tests.benchmarks.sessions import measure
+from tests.marks import needs_machines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,7 +158,7 @@ def test_a_fork_is_measured_from_both_sides() -> None:
     assert "first" not in measured["loopback"]
 
 
-@pytest.mark.skipif(machines.missing() is not None, reason="no machines can be made here")
+@needs_machines
 def test_a_fork_between_machines_and_what_it_leaves_out() -> None:
     names = ["sapwood gated", "sapwood unsharded"]
     measured, extra = fork_of("own", names)

@@ -5,10 +5,8 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
-
-from sapwood.testing import machines
 from tests.benchmarks.sessions import BENCHMARKS, measure
+from tests.marks import needs_machines
 
 OPTIONS: dict[str, Any] = {
     "check_steps": 3,
@@ -18,9 +16,6 @@ OPTIONS: dict[str, Any] = {
     "memory_steps": 1,
     "memory_of": [],
 }
-needs_machines = pytest.mark.skipif(
-    machines.missing() is not None, reason=f"no machines here: {machines.missing()}"
-)
 
 
 def listed(*arguments: str) -> list[dict[str, str]]:

@@ -14,6 +14,7 @@ import math
 import time
 import traceback
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ TINY = {"first_bucket_mb": 1e-4, "bucket_mb": 1e-4}
 PEER_TIMEOUT = 10.0
 
 
-class Trainer:
+class Trainer(ABC):
     """What a loop needs; ``ours`` tells whether a Run is behind it."""
 
     ours = False
@@ -58,16 +59,16 @@ class Trainer:
         if case.prepare is not None:
             case.prepare(self)
 
+    @abstractmethod
     def accumulate(self, active: bool = True) -> AbstractContextManager[None]:
         """Around forward and backward."""
-        raise NotImplementedError
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - a loop by hand has nothing to wait for
         """Wait for what backward began."""
 
+    @abstractmethod
     def end(self) -> None:
         """What stands in the loop after backward."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,10 @@ from sapwood.runtime import machines as found_machines
 from sapwood.runtime.group import Group
 from sapwood.runtime.machines import Machines, find_machines
 from sapwood.sync.averaging import choose_averager
-from sapwood.testing import machines as testing_machines
 from sapwood.testing import ranks
+from tests.marks import needs_machines
 
 CPU = torch.device("cpu")
-needs_machines = pytest.mark.skipif(
-    testing_machines.missing() is not None,
-    reason=f"no machines here: {testing_machines.missing()}",
-)
 
 
 def test_machines_with_unequal_numbers_of_ranks() -> None:

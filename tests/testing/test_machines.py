@@ -15,13 +15,11 @@ import torch
 import torch.distributed as dist
 
 from sapwood.errors import ConfigError, RankError, UsageError
-from sapwood.testing import machines, ranks
+from sapwood.testing import ranks
 from sapwood.testing._netspace import Namespace
 from sapwood.testing.machines import Machines, Unavailable
+from tests.marks import needs_machines
 
-needs_machines = pytest.mark.skipif(
-    machines.missing() is not None, reason=f"no machines here: {machines.missing()}"
-)
 ADDRESSES = ["10.83.0.1", "10.83.0.2", "10.83.0.3"]
 FOREVER = """
 import sys, time

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from sapwood.sync.buffers import BufferSync
 from sapwood.sync.deferred import apply_all
 from sapwood.sync.gradients import TOO_EARLY
 from sapwood.sync.guard import BackwardGuard, in_backward, nested
-from sapwood.sync.hooks import ModuleHook
+from sapwood.sync.hooks import GradientHooks, ModuleHook
 from sapwood.sync.members import Members
 from sapwood.sync.order import graph_roots, joint_order, ready_order
 from sapwood.sync.plan import Plan, agree_order, lay_out
@@ -74,6 +73,7 @@ class Layerwise:
         self._buffers = BufferSync(context)
         self._worker = Worker("sapwood-update", on_error=self._tell_peers)
         self._replanner = Replanner(context.settings.replan_after)
+        self._on_gradients: GradientHooks | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._phase = _Phase.IDLE
         self._armed = False
@@ -107,11 +107,8 @@ class Layerwise:
 
     def attach(self) -> None:
         """Install hooks on the model and its parameters."""
-        for index, parameter in enumerate(self._context.parameters):
-            hook = self._gradient_hook(index)
-            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-        self._handles += [
+        self._on_gradients = GradientHooks(self._context.parameters, self._gradient_hook)
+        self._handles = [
             self.model.register_forward_pre_hook(ModuleHook(self._before_forward)),
             self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
         ]
@@ -159,9 +156,7 @@ class Layerwise:
 
     def close(self) -> None:
         """Remove hooks and end the worker."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._detach()
         if self._reads is not None:
             self._reads.end_backward()
         self._worker.close(timeout=self._context.settings.timeout if self._healthy() else 1.0)
@@ -197,7 +192,8 @@ class Layerwise:
         if converted is not None:
             raise self._broken(converted)
         self._follow_membership()
-        self._be_last()
+        if self._on_gradients is not None:
+            self._on_gradients.be_last()
         if not self._forward_seen:
             self._step_start = time.perf_counter()
         self._forward_seen = True
@@ -540,22 +536,19 @@ class Layerwise:
             return
         self.wait()
         context.names[:], context.parameters[:] = self._members.read()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._detach()
         self.attach()
         self._tuner.restart()
         self._release_buckets()
         self._plan, self._predicted = None, []
         self._ever_absent.clear()
 
-    def _be_last(self) -> None:
-        """A hook registered after ours may change the gradient: ours must see what it leaves."""
-        for handle, parameter in zip(self._handles, self._context.parameters, strict=False):
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            if hooks is not None and len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                # Not move_to_end: autograd goes by the order of insertion.
-                hooks[handle.id] = hooks.pop(handle.id)
+    def _detach(self) -> None:
+        if self._on_gradients is not None:
+            self._on_gradients.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     # -- small things ------------------------------------------------------------------------
 

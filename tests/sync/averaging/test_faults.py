@@ -19,14 +19,10 @@ import sapwood
 from sapwood.sync.averaging import node
 from sapwood.sync.averaging.slices import add_up
 from sapwood.testing import faults, ranks
-from sapwood.testing import machines as testing_machines
 from sapwood.testing.ranks import rank
+from tests.marks import needs_machines
 from tests.sync import models
 
-needs_machines = pytest.mark.skipif(
-    testing_machines.missing() is not None,
-    reason=f"no machines here: {testing_machines.missing()}",
-)
 SGD = {"lr": 0.1, "momentum": 0.9}
 TINY = {"first_bucket_mb": 1e-4, "bucket_mb": 1e-4}
 FOREVER = 100_000

@@ -13,14 +13,10 @@ import pytest
 import torch
 
 from sapwood.errors import UsageError
-from sapwood.testing import machines as testing_machines
 from sapwood.testing import ranks
+from tests.marks import needs_machines
 from tests.sync.averaging.harness import TYPES, ByHand, Sizes, averaging, given
 
-needs_machines = pytest.mark.skipif(
-    testing_machines.missing() is not None,
-    reason=f"no machines here: {testing_machines.missing()}",
-)
 LENGTHS = (1, 0, 2, 5, 17, 1000, 40_000)
 LAYOUTS: list[Sizes] = [
     [(length, dtype) for dtype in TYPES for length in LENGTHS],

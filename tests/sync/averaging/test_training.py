@@ -13,15 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sapwood
-from sapwood.testing import machines as testing_machines
 from sapwood.testing import ranks
 from sapwood.testing.ranks import rank, world
+from tests.marks import needs_machines
 from tests.sync import models
 
-needs_machines = pytest.mark.skipif(
-    testing_machines.missing() is not None,
-    reason=f"no machines here: {testing_machines.missing()}",
-)
 SGD = {"lr": 0.1, "momentum": 0.9}
 TINY = {"first_bucket_mb": 1e-3, "bucket_mb": 1e-3}
 STEPS = 4
