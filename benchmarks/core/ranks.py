@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from sapwood.cli.launch import KEEP_FREED_MEMORY
+
 from .pmi import Manager
 from .processes import GROUP_MARK
 
@@ -142,7 +144,7 @@ class RankGroup:
         self.scratch = tempfile.TemporaryDirectory(prefix="bench-")
         spec = {"module": module, "case": case, "options": options, "scratch": self.scratch.name}
         spots = spots or [Spot(wrap=wrap)] * world
-        common = self.environment(spots, mark or secrets.token_hex(8))
+        common = KEEP_FREED_MEMORY | self.environment(spots, mark or secrets.token_hex(8))
         self.ranks: list[Rank] = []
         self.manager: Manager | None = None
         try:

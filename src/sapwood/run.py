@@ -213,8 +213,7 @@ class Run:
             why = averaging.reason
             self.trace.instant("averaging", lane="comm", way=averaging.averager.name, reason=why)
         self._views = Views(self.optimizer, sync.value.fused, mode)
-        way, early = averaging.averager.name, mode == "layerwise"
-        self.tuner = Tuner(group, way, sync.value.bucket_mb, early=early)
+        self.tuner = Tuner(group, averaging.averager.name, sync.value.bucket_mb, mode)
         context = Context(
             model=model,
             names=names,

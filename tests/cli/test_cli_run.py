@@ -14,6 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from sapwood.cli.failures import SentSignals, report
+from sapwood.cli.launch import KEEP_FREED_MEMORY
 from sapwood.cli.rank import TRACEBACK
 from sapwood.cli.verbs import run as run_verb
 from tests.cli.helpers import DEADLINE, alive, environment, pids_in, sapwood, start, wait_for
@@ -50,6 +51,19 @@ def sleepers(tmp_path):
         for pid in filter(alive, pids_in(tmp_path / "pids")):
             os.kill(pid, signal.SIGKILL)
         launcher.communicate(timeout=DEADLINE)
+
+
+def test_ranks_keep_freed_memory_unless_the_user_has_set_malloc(tmp_path):
+    name = script(
+        tmp_path,
+        """
+        import os
+        print({k: v for k, v in os.environ.items() if k.startswith("MALLOC_")})
+        """,
+    )
+    assert str(KEEP_FREED_MEMORY) in sapwood("run", name, tmp_path=tmp_path).stdout
+    chosen = {"MALLOC_TRIM_THRESHOLD_": "1000000"}
+    assert str(chosen) in sapwood("run", name, tmp_path=tmp_path, **chosen).stdout
 
 
 def test_ranks_get_their_place_and_their_own_arguments(tmp_path):

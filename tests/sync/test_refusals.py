@@ -112,8 +112,11 @@ def twice(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["all ranks", "reentrant"])
 def test_what_no_engine_can_do_is_refused_on_every_rank(kind: str) -> None:
-    for outcome in ranks.spawn(twice, 2, kind, expect_errors=True, timeout=100):
-        assert outcome.error_type == "UsageError"
+    outcomes = ranks.spawn(twice, 2, kind, expect_errors=True, timeout=100)
+    # A slower rank may hear of the other's refusal before it comes to its own.
+    assert "UsageError" in {outcome.error_type for outcome in outcomes}
+    for outcome in outcomes:
+        assert outcome.error_type in ("UsageError", "PeerFailed")
         expected = "use_reentrant=False" if kind == "reentrant" else "run.step()"
         assert expected in outcome.error
 

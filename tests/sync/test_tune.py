@@ -20,7 +20,7 @@ from sapwood.testing import ranks
 from sapwood.testing.ranks import rank
 
 LARGE = 64 * 2**20
-A, B, C = Choice(bucket_mb=25.0), Choice(bucket_mb=8.0), Choice(bucket_mb=100.0, early=False)
+A, B, C = Choice(bucket_mb=25.0), Choice(bucket_mb=8.0), Choice(bucket_mb=25.0, overlap=False)
 TRIAL_STEPS = 6 * (1 + 4)
 
 
@@ -34,8 +34,8 @@ class Alone:
         return text
 
 
-def tuner(bucket_mb: float | None = None, *, averaging: str = "node", early: bool = True) -> Tuner:
-    return Tuner(cast(Group, Alone()), averaging, bucket_mb, early=early)
+def tuner(bucket_mb: float | None = None, *, averaging: str = "node") -> Tuner:
+    return Tuner(cast(Group, Alone()), averaging, bucket_mb, "layerwise")
 
 
 def train(made: Tuner, seconds: dict[Choice, float], limit: int = 100) -> list[Choice]:
@@ -100,10 +100,12 @@ def test_steps_without_a_batch_count_but_are_not_timed() -> None:
     assert (steps, idle.choice) == (TRIAL_STEPS, A)
 
 
-def test_updates_stay_early_where_somebody_waits_for_tensors() -> None:
-    made = tuner()
-    made.begin(LARGE, late=False)
-    assert all(choice.early for choice in made._trials)
+def test_buckets_overlap_where_somebody_waits_for_tensors_or_a_network_would_idle() -> None:
+    awaited, direct = tuner(), tuner(averaging="direct")
+    awaited.begin(LARGE, late=False)
+    direct.begin(LARGE, late=True)
+    for made, sizes in ((awaited, [25.0, 8.0, 100.0]), (direct, [8.0, 25.0, 100.0])):
+        assert made._trials == [Choice(bucket_mb=s) for s in (*sizes, *reversed(sizes))]
 
 
 def test_nothing_is_measured_where_it_is_asked_for_small_or_must_be_repeatable() -> None:
@@ -204,7 +206,7 @@ def measured(folder: Path) -> dict[str, Any]:
             assert run.stats.plans > plans > 1
             assert seen
             assert run.tuner.learned is not None
-            said[update] = run.tuner.learned, len(run.buckets), run.tuner.choice
+            said[update] = run.tuner.learned, len(run.buckets)
     status = json.loads((run.folder / "status.json").read_text())
     return {**said, "status": status["buckets"]}
 
@@ -213,7 +215,38 @@ def test_two_ranks_measure_agree_and_stay_bit_for_bit(tmp_path: Path) -> None:
     first, second = ranks.spawn(measured, 2, tmp_path, init=True, timeout=100)
     assert first == second
     assert first["status"] == first["deferred"][0]
-    assert not first["deferred"][2].early
+
+
+def without_overlap(folder: Path) -> None:
+    small = {"bucket_mb": 0.01, "first_bucket_mb": 0.01}
+    for update in ("layerwise", "deferred"):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        with sapwood.Run(net, optimizer, folder=folder, update=update, **small) as run:
+            run.tuner.choice = Choice(bucket_mb=0.01, overlap=False)
+            go(run, range(8))
+            assert same(net.parameters(), reference(8))
+            assert run.stats.early_updates == 0
+            assert (run.stats.plans, run.stats.misfits) == (1, 0)
+            assert len(run.buckets) > 4
+            # Somebody subscribes in the middle of a back-propagation: what is complete goes.
+            seen: list[TensorUpdated] = []
+
+            def subscribe(_: Tensor, run: sapwood.Run = run, to: Any = seen.append) -> None:
+                run.events.subscribe(TensorUpdated, to, name="test")
+
+            handle = net[4].weight.register_hook(subscribe)
+            go(run, [8])
+            handle.remove()
+            go(run, [9, 10])
+            assert same(net.parameters(), reference(11))
+            told = {name for event in seen for name in event.names}
+            assert told == {name for name, _ in net.named_parameters()}
+            assert (run.stats.plans, run.stats.misfits) == (1, 0)
+
+
+def test_buckets_that_wait_for_the_end_of_back_propagation(tmp_path: Path) -> None:
+    ranks.spawn(without_overlap, 2, tmp_path, init=True, timeout=100)
 
 
 def differing(folder: Path) -> tuple[str | None, int]:

@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["Plan", "launch"]
+__all__ = ["KEEP_FREED_MEMORY", "Plan", "launch"]
+
+KEEP_FREED_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20),
+    # The largest that every glibc accepts. Setting one alone would fix the other at 128 KB.
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+}
+"""Else glibc gives activations and gradients back to the system when they are freed, and the next
+step faults in every page again: up to 14,000 faults, 15 ms, in a step of a ResNet-50."""
 
 _LEFTOVER_GRACE = 2.0
 _ASKS = (signal.SIGTERM, signal.SIGUSR1)
@@ -135,6 +143,8 @@ def _run_ranks(plan: Plan, folder: Path, leave: _Leaving) -> dict[int, ProcessFa
 
     _hush_torch()
     _share_cores(plan.ranks)
+    if not KEEP_FREED_MEMORY.keys() & os.environ.keys():
+        os.environ.update(KEEP_FREED_MEMORY)
     os.environ[LAUNCHER] = str(os.getpid())
     # Lines of the ranks pass through our standard output and must not wait in its buffer.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -80,7 +80,7 @@ class Layerwise:
         self._plan: Plan | None = None
         self._buckets: BucketSet | None = None
         self._names: tuple[tuple[str, ...], ...] = ()
-        self._next = 0
+        self._next = self._complete = 0  # buckets launched, and complete in order, in this step
         self._predicted: list[int] = []
         self._fired: list[int] = []
         self._disorder = False
@@ -255,11 +255,18 @@ class Layerwise:
         planned = self._planned
         if bucket.number >= len(planned):
             return
-        if bucket.number != self._next:
+        if bucket.number != self._complete:
             self._disorder = True
-        # The last bucket waits for the end of backward: its status flags are known only then.
-        while self._next < len(planned) - 1 and not planned[self._next].missing:
-            self._launch(planned[self._next])
+        while self._complete < len(planned) and not planned[self._complete].missing:
+            self._complete += 1
+        if self._overlaps():
+            # The last bucket waits for the end of backward: its status flags are known only then.
+            for ready in planned[self._next : min(self._complete, len(planned) - 1)]:
+                self._launch(ready)
+
+    def _overlaps(self) -> bool:
+        """Whether buckets are averaged, and may be applied, during back-propagation."""
+        return self._tuner.choice.overlap or self._context.events.wants(TensorUpdated)
 
     def _begin(self) -> None:
         with self._breaking():
@@ -278,7 +285,7 @@ class Layerwise:
         if self._plan is None or due is not None:
             self._make_plan(due or "first backward")
         self._fired, self._updated_at, self._absent, self._woken = [], [], [], []
-        self._next, self._disorder = 0, False
+        self._next, self._complete, self._disorder = 0, 0, False
         self._context.views.follow()
         assert self._buckets is not None
         self._keeps_gradients = self._context.views.keeps_gradients
@@ -385,8 +392,6 @@ class Layerwise:
         if self._phase is not _Phase.BACKWARD:
             return False
         if self._careful or not self._forward_seen:
-            return True
-        if not self._tuner.choice.early and not self._context.events.wants(TensorUpdated):
             return True
         return bool(self._late) and not self._late.isdisjoint(bucket.indices)
 

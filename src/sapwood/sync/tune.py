@@ -1,9 +1,10 @@
-"""Bucket size and the moment of updates, chosen by measurement in a run's first steps.
+"""Bucket size and overlap with back-propagation, chosen by measurement in a run's first steps.
 
-Where cores are idle during back-propagation, small buckets and early updates hide the averaging;
-where back-propagation fills every core, few large buckets disturb it least. No constant knows which
-machine this is. So each candidate trains a few steps of the run, twice, and rank 0's times decide.
-Every rank counts the same steps, so all come to the same trial in the same step.
+Where cores are idle during back-propagation, small buckets that are averaged meanwhile cost least;
+where it fills every core, whatever runs beside it only takes turns with it and empties its caches.
+No constant knows which machine this is. So each candidate trains a few steps of the run, twice, and
+rank 0's times decide. Every rank counts the same steps, so all come to the same trial in the same
+step.
 """
 
 from __future__ import annotations
@@ -28,17 +29,16 @@ _GAIN = 0.03  # what a candidate must win over the first one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How buckets are cut, and when they are applied."""
+    """How buckets are cut, and when they are averaged and applied."""
 
     bucket_mb: float
-    early: bool = True
-    """Each as soon as it is averaged; else all when back-propagation is over."""
+    overlap: bool = True
+    """Each as soon as its gradients are complete; else all when back-propagation is over."""
 
     def __str__(self) -> str:
         """For people."""
-        return f"buckets of {self.bucket_mb:g} MB, updated " + (
-            "during back-propagation" if self.early else "after back-propagation"
-        )
+        when = "during" if self.overlap else "after"
+        return f"buckets of {self.bucket_mb:g} MB, averaged {when} back-propagation"
 
 
 def _default(device: torch.device, averaging: str) -> float:
@@ -57,20 +57,18 @@ class Tuner:
 
     may_be_missing = True  # in checkpoints of earlier versions
 
-    def __init__(
-        self, group: Group, averaging: str, bucket_mb: float | None, *, early: bool
-    ) -> None:
+    def __init__(self, group: Group, averaging: str, bucket_mb: float | None, mode: str) -> None:
         """Nothing is measured if ``bucket_mb`` is given.
 
         Args:
             group: the ranks.
             averaging: the name of the way of averaging.
             bucket_mb: the size the user asks for.
-            early: whether updates can be early at all.
+            mode: when updates are made; what is best for one is not for another.
         """
         self._group = group
         self._averaging = averaging
-        self._early = early
+        self._mode = mode
         self._settled = bucket_mb is not None
         self._trials: list[Choice] = []
         self._at = 0
@@ -78,7 +76,7 @@ class Tuner:
         self._seen = 0
         self._times: dict[Choice, list[float]] = {}
         size = bucket_mb or _default(group.device, averaging)
-        self.choice = Choice(bucket_mb=size, early=early)
+        self.choice = Choice(bucket_mb=size)
         """What to plan with."""
         self.due: str | None = None
         """Why the plan does not fit ``choice`` any longer."""
@@ -106,12 +104,16 @@ class Tuner:
             self._start(0)
 
     def _candidates(self, *, late: bool) -> list[Choice]:
-        """What is worth a trial, the default first; the largest buckets leave cores alone."""
+        """What is worth a trial, the default first.
+
+        Without overlap only where averages come through memory: a network would be idle meanwhile.
+        """
         tried = [self.choice]
         for size in _SIZES:
-            if size != self.choice.bucket_mb:
-                early = self._early and not (late and size == _SIZES[-1])
-                tried.append(Choice(bucket_mb=size, early=early))
+            if size == _SIZES[-1] and late and self._averaging == "node":
+                tried.append(Choice(bucket_mb=self.choice.bucket_mb, overlap=False))
+            elif size != self.choice.bucket_mb:
+                tried.append(Choice(bucket_mb=size))
         return tried
 
     @property
@@ -187,7 +189,7 @@ class Tuner:
         return {**asdict(self.choice), "made_for": self._here(), "learned": self.learned}
 
     def _here(self) -> dict[str, Any]:
-        return {"ranks": self._group.world, "averaging": self._averaging, "early": self._early}
+        return {"ranks": self._group.world, "averaging": self._averaging, "mode": self._mode}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a choice that was made for as many ranks, averaging and updating alike."""
@@ -195,7 +197,7 @@ class Tuner:
             self._settled and not self._trials and self.learned is None
         ):
             return
-        chosen = Choice(bucket_mb=state["bucket_mb"], early=state["early"])
+        chosen = Choice(bucket_mb=state["bucket_mb"], overlap=state["overlap"])
         if chosen != self.choice:
             self.choice, self.due = chosen, f"as in the checkpoint: {chosen}"
         self._settled = True
