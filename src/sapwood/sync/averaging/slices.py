@@ -14,6 +14,8 @@ __all__ = ["add_up", "cut"]
 _LINE = 64
 # torch uses a team of threads from this many elements on; the cores belong to back-propagation.
 _CHUNK = 32768
+# With one thread larger ones do as well, as long as a sum stays in a core's cache until it is whole.
+_CACHED = 131072
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -29,8 +31,9 @@ def cut(length: int, element_size: int, count: int) -> list[slice]:
 def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
     """The sum of ``parts`` in their order; 16-bit parts are added in float32 and rounded once."""
     length = out.numel()
-    whole = len(parts) <= 2 and torch.get_num_threads() == 1 and out.dtype not in _SIXTEEN_BITS
-    chunk = length if whole else _CHUNK
+    alone = torch.get_num_threads() == 1
+    whole = alone and len(parts) <= 2 and out.dtype not in _SIXTEEN_BITS
+    chunk = length if whole else _CACHED if alone else _CHUNK
     for start in range(0, length, max(chunk, 1)):
         stretch = slice(start, min(start + chunk, length))
         _add([part[stretch] for part in parts], out[stretch])
