@@ -14,7 +14,7 @@ __all__ = ["add_up", "cut"]
 _LINE = 64
 # torch uses a team of threads from this many elements on; the cores belong to back-propagation.
 _CHUNK = 32768
-# With one thread larger ones do as well, as long as a sum stays in a core's cache until it is whole.
+# With one thread larger ones do as well, while a sum stays in a core's cache until it is whole.
 _CACHED = 131072
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
