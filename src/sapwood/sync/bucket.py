@@ -77,6 +77,7 @@ class Bucket:
         self._summed_flags: Tensor | None = None
         self._versions: list[int] = []
         self._weights: list[int] = []
+        self._shown: list[tuple[Tensor | None, int]] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,6 +203,7 @@ class Bucket:
         self.status = flags[len(self.slots) :]
         if self._private and self._memory.shared:
             self._memory.contribution.copy_(self._memory.average)
+            self._versions = self._read_versions()
         if self._complete and all(flag > 0 for flag in flags[: len(self.slots)]):
             self.present = self.slots
             return []
@@ -226,6 +228,17 @@ class Bucket:
         """Before a late update: also what the user gave a gradient that no rank had one for."""
         if self.present is not self.slots:
             self.present = [slot for slot in self.slots if slot.parameter.grad is not None]
+
+    def note_shown(self) -> None:
+        """After the update: remember private gradients, which the optimizer may have written."""
+        self._shown = [(s.parameter.grad, _version(s.parameter.grad)) for s in self.slots]
+
+    def shown_changed(self) -> bool:
+        """Whether somebody changed a private gradient, or put another, since ``note_shown``."""
+        return any(
+            slot.parameter.grad is not gradient or _version(gradient) != version
+            for slot, (gradient, version) in zip(self.slots, self._shown, strict=False)
+        )
 
     def note_versions(self) -> None:
         """Remember gradients and weights as they are, to see whether somebody changes them."""
@@ -259,11 +272,15 @@ class Bucket:
         present = {slot.index for slot in self.present}
         return any(s.parameter.grad is not None for s in self.slots if s.index not in present)
 
+    def meddled(self) -> bool:
+        """Whether somebody changed a private gradient since the engine last had to do with it."""
+        return self._private and self._versions != self._read_versions()
+
     def _read_versions(self) -> list[int]:
         if self._memory is not None:  # its views share one counter
-            return [self._memory.average._version]
-        gradients = (slot.parameter.grad for slot in self.slots)
-        return [-1 if g is None else g._version for g in gradients]
+            shown = self._memory.contribution if self._private else self._memory.average
+            return [shown._version]
+        return [_version(slot.parameter.grad) for slot in self.slots]
 
     def clear(self) -> None:
         """Drop the gradients of this step."""
@@ -276,6 +293,7 @@ class Bucket:
                     self._show(slot, self._offsets()[position])  # somebody assigned to its .data
                 else:
                     forget(slot.gradient)
+        self._shown = []
 
     def release(self) -> None:
         """Let go of the memory; see ``BucketSet.release``. The bucket is of no use after it."""
@@ -305,21 +323,36 @@ class Bucket:
         return self._offsets()[-1] + _elements(self.slots[-1].parameter)
 
 
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
 def _elements(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """A part of ``flat`` with the shape and, where it is dense, the layout of ``parameter``."""
+    """A part of ``flat`` with the shape and, where it is dense, the strides of ``parameter``.
+
+    Autograd gives gradients the strides of a dense parameter, and fused kernels rely on it.
+    """
+    part = flat[offset : offset + _elements(parameter)]
     if parameter.is_complex():
-        part = flat[offset : offset + _elements(parameter)].view(-1, 2)
-        return torch.view_as_complex(part).view(parameter.shape)
-    dense = parameter.is_contiguous() or (
-        parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
-    )
-    if dense:
-        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset)
-    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+        part = torch.view_as_complex(part.view(-1, 2))
+    if _dense(parameter):
+        return part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
+    return part.view(parameter.shape)
+
+
+def _dense(parameter: Tensor) -> bool:
+    """Whether its elements fill one stretch of memory, in whatever order of dimensions."""
+    filled = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
+        if size != 1:
+            if stride != filled:
+                return False
+            filled *= size
+    return True
 
 
 def _check_usable(slot: Slot, gradient: Tensor) -> None:

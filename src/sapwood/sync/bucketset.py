@@ -15,7 +15,7 @@ from sapwood.sync.plan import Plan
 
 __all__ = ["STATUS_FLAGS", "BucketSet"]
 
-STATUS_FLAGS = 2
+STATUS_FLAGS = 3
 """Flags that travel with the last planned bucket."""
 
 
@@ -87,7 +87,23 @@ class BucketSet:
             if bucket.present and bucket.optimizer is None:
                 bucket.optimizer = self._view(bucket)
 
-    def wake(self, bucket: Bucket) -> BucketMemory | None:
+    def dormant_used(self) -> bool:
+        """Whether this rank has a gradient outside the plan."""
+        return any(s.parameter.grad is not None for b in self.dormant for s in b.slots)
+
+    def average_dormant(self, step: int) -> Iterator[Bucket]:
+        """Average the gradients outside the plan, one bucket after the other."""
+        for bucket in self.dormant:
+            memory = self._wake(bucket)
+            bucket.seal()
+            bucket.note_versions()
+            if memory is not None:
+                what = f"averaging gradients outside the plan in step {step}"
+                self._context.group.all_reduce(memory.average, what).wait()
+            bucket.settle()
+            yield bucket
+
+    def _wake(self, bucket: Bucket) -> BucketMemory | None:
         """Get a dormant bucket ready to be averaged."""
         if bucket.optimizer is None:
             bucket.optimizer = self._view(bucket)

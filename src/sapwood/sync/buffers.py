@@ -2,67 +2,84 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sapwood.events import BuffersUpdated
-from sapwood.runtime.group import Pending
 from sapwood.state.tensors import clean_name, unwrap
 from sapwood.sync.base import Context
 
 __all__ = ["BufferSync"]
 
+log = logging.getLogger(__name__)
+
 _ALIGNED = 16  # bytes: the widest element there is
+_Entry = list[Any]
+"""Name, shape and dtype of a buffer, as JSON has them."""
 
 
 class BufferSync:
-    """Broadcasts all buffers as one message of bytes.
+    """Broadcasts rank 0's buffers as one message of bytes, when a step ends.
 
-    Rank 0 sends them when its back-propagation is over, since a recomputed segment changes its
-    BatchNorm statistics once more; the others take them over when the step ends, since their
-    back-propagation may still need the old ones. Once a step, at a fixed place in the sequence of
-    collectives, and always all of them, so that ranks cannot come to differ on it.
+    Not sooner: back-propagation may need the old ones, a recomputed segment changes BatchNorm
+    statistics once more, and what the user changes before ``run.step()`` belongs to the step.
+    Which buffers travel, and how large the message is, says rank 0: others may lack a buffer that
+    is made in forward, or have one whose shape depends on their batch.
     """
 
     def __init__(self, context: Context, *, local: bool = False) -> None:
         """``local``: only announce; somebody else sees to it that ranks agree."""
         self._context = context
         self._owners = _Owners(unwrap(context.model))
-        self._message: _Message | None = None
-        self._pending: Pending | None = None
+        self._message = _Message([], context.group.device)
         self._shared = context.group.world > 1 and context.settings.broadcast_buffers and not local
+        self._said: set[str] = set()
 
-    def launch(self) -> None:
-        """Start sending."""
-        buffers = self._owners.tensors() if self._shared else {}
-        if not any(buffer.numel() for buffer in buffers.values()):
-            return
-        if self._message is None or not self._message.fits(buffers):
-            self._message = _Message(buffers, self._context.group.device)
-        if self._context.group.rank == 0:
-            self._message.write(buffers)
-        self._pending = self._context.group.broadcast(
-            self._message.memory, "sending rank 0's buffers"
-        )
+    def outdated(self) -> bool:
+        """Whether rank 0 has other buffers than were agreed on; on other ranks always False."""
+        if not self._shared or self._context.group.rank != 0:
+            return False
+        return _form(self._owners.tensors()) != self._message.form
 
-    def wait(self) -> None:
-        """Wait until rank 0's values are here."""
-        if self._pending is not None:
-            self._pending.wait()
+    def finish(self, step: int, *, agree: bool) -> None:
+        """Give every rank the values of rank 0, and announce them.
 
-    def finish(self, step: int) -> None:
-        """Take over what came, and announce it: nothing needs the old values any more."""
-        pending, self._pending = self._pending, None
+        Args:
+            step: the step that ends.
+            agree: rank 0's buffers were ``outdated`` in this step; the same on all ranks.
+        """
+        group = self._context.group
         wanted = self._context.events.wants(BuffersUpdated)
-        if pending is None and not wanted:
+        if agree:
+            form = json.dumps(_form(self._owners.tensors()))
+            self._message = _Message(json.loads(group.share_text("buffers", form)), group.device)
+        if not self._message.form and not wanted:
             return
         buffers = self._owners.tensors()
-        if pending is not None and self._message is not None and self._context.group.rank != 0:
-            self._message.read(buffers)
+        if self._message.form:
+            if group.rank == 0:
+                self._message.write(buffers)
+            group.broadcast(self._message.memory, "sending rank 0's buffers").wait()
+            if group.rank != 0:
+                self._say_odd(self._message.read(buffers))
         if buffers and wanted:
             self._context.events.publish(BuffersUpdated(step=step, buffers=buffers))
+
+    def _say_odd(self, odd: Iterable[str]) -> None:
+        new = [text for text in odd if text not in self._said]
+        self._said.update(new)
+        if new:
+            log.warning(
+                "not taken over from rank 0, because they differ in shape or dtype: %s",
+                "; ".join(new[:3]),
+            )
 
 
 class _Owners:
@@ -94,30 +111,62 @@ class _Owners:
 
 
 class _Message:
-    """One piece of memory with a place for each buffer, in which buffers keep their dtype."""
+    """One piece of memory with a place for each buffer of a form, in which it keeps its dtype."""
 
-    def __init__(self, buffers: dict[str, Tensor], device: torch.device) -> None:
-        sizes = [b.numel() * b.element_size() for b in buffers.values()]
-        starts = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
-        self.memory = torch.zeros(starts.pop(), dtype=torch.uint8, device=device)
-        self._form = _form(buffers)
-        self._places = [
-            self.memory[start : start + size].view(b.dtype).view(b.shape)
-            for b, start, size in zip(buffers.values(), starts, sizes, strict=True)
+    def __init__(self, form: list[_Entry], device: torch.device) -> None:
+        self.form = form
+        kinds = [getattr(torch, dtype) for _, _, dtype in form]
+        sizes = [
+            math.prod(shape) * kind.itemsize
+            for (_, shape, _), kind in zip(form, kinds, strict=True)
         ]
-
-    def fits(self, buffers: dict[str, Tensor]) -> bool:
-        """Whether it was made for buffers of these names, shapes and dtypes."""
-        return self._form == _form(buffers)
+        padded = (-(-size // _ALIGNED) * _ALIGNED for size in (len(form), *sizes))
+        ends = list(accumulate(padded))
+        self.memory = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        self._there = self.memory[: len(form)]
+        """Which buffers rank 0 had, in this form."""
+        self._places = {
+            name: self.memory[start : start + size].view(kind).view(shape)
+            for (name, shape, _), kind, start, size in zip(form, kinds, ends, sizes, strict=False)
+        }
 
     def write(self, buffers: dict[str, Tensor]) -> None:
-        """Copy every buffer into its place."""
-        torch._foreach_copy_(self._places, [b.data for b in buffers.values()])
+        """Copy into its place every buffer that still has this form."""
+        found = [self._fitting(name, buffers) for name in self._places]
+        self._there.copy_(torch.tensor([b is not None for b in found], dtype=torch.uint8))
+        pairs = [(p, b) for p, b in zip(self._places.values(), found, strict=True) if b is not None]
+        _copy([place for place, _ in pairs], [buffer.data for _, buffer in pairs])
 
-    def read(self, buffers: dict[str, Tensor]) -> None:
-        """Copy every buffer from its place; like forward's own changes, unknown to autograd."""
-        pairs = [_writable(b.data, p) for b, p in zip(buffers.values(), self._places, strict=True)]
-        torch._foreach_copy_([b for b, _ in pairs], [p for _, p in pairs])
+    def read(self, buffers: dict[str, Tensor]) -> list[str]:
+        """Copy every buffer from its place; like forward's own changes, unknown to autograd.
+
+        Returns what cannot be taken over; a buffer that this rank does not have yet is not meant.
+        """
+        pairs, odd = [], []
+        for (name, place), there in zip(self._places.items(), self._there.tolist(), strict=True):
+            if not there or name not in buffers:
+                continue
+            buffer = self._fitting(name, buffers)
+            if buffer is None:
+                mine = buffers[name]
+                odd.append(
+                    f"{name} is {mine.dtype} {list(mine.shape)} here, and {place.dtype} "
+                    f"{list(place.shape)} on rank 0"
+                )
+            else:
+                pairs.append(_writable(buffer.data, place))
+        _copy([buffer for buffer, _ in pairs], [place for _, place in pairs])
+        return odd
+
+    def _fitting(self, name: str, buffers: dict[str, Tensor]) -> Tensor | None:
+        buffer, place = buffers.get(name), self._places[name]
+        fits = buffer is not None and (buffer.shape, buffer.dtype) == (place.shape, place.dtype)
+        return buffer if fits else None
+
+
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, source)
 
 
 def _writable(buffer: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,5 +177,10 @@ def _writable(buffer: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     return buffer, place
 
 
-def _form(buffers: dict[str, Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
-    return [(name, b.shape, b.dtype) for name, b in buffers.items()]
+def _form(buffers: dict[str, Tensor]) -> list[_Entry]:
+    """Names, shapes and dtypes, as they come back from JSON; without what has no elements."""
+    return [
+        [name, list(b.shape), str(b.dtype).removeprefix("torch.")]
+        for name, b in buffers.items()
+        if b.numel()
+    ]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sapwood.errors import UsageError
+from sapwood.errors import PeerFailed, UsageError
 from sapwood.events import PlanChanged
 from sapwood.runtime import faults
 from sapwood.runtime.group import Pending
@@ -118,6 +118,16 @@ class Ddp:
 
     def finish(self) -> StepOutcome:
         """End the step."""
+        try:
+            return self._finish()
+        except BaseException as error:
+            # Half an update cannot be repeated: whatever interrupts this breaks the step.
+            if self._error is None and not isinstance(error, PeerFailed):
+                self._context.group.board.post(f"{type(error).__name__}: {error}")
+            self._error = self._error or error
+            raise
+
+    def _finish(self) -> StepOutcome:
         self.wait()
         self._check_complete()
         outcome = StepOutcome(skipped=not self._ready)
@@ -126,9 +136,7 @@ class Ddp:
             self._context.views.after_step()
         else:
             outcome = apply_all(self._context, self._updater, self._ready)
-        self._buffers.launch()
-        self._buffers.wait()
-        self._buffers.finish(self._updater.step)
+        self._buffers.finish(self._updater.step, agree=self._must_agree_on_buffers())
         self._note_layout()
         early = sum(at < self._last_gradient for at in self._updated_at)
         self.stats.steps += 1
@@ -142,6 +150,15 @@ class Ddp:
             self._updater.reads.end_step()
         self._updater.end_step()
         return outcome
+
+    def _must_agree_on_buffers(self) -> bool:
+        if self._context.group.world == 1 or not self._context.settings.broadcast_buffers:
+            return False
+        outdated = torch.tensor(
+            [float(self._buffers.outdated())], device=self._context.group.device
+        )
+        self._context.group.broadcast(outdated, "asking rank 0 for its buffers").wait()
+        return bool(outdated.item())
 
     def close(self) -> None:
         """End the worker; the hook goes with the wrapper."""
@@ -179,8 +196,6 @@ class Ddp:
         weight = self._updater.changed_weight()
         if weight is not None:
             raise self._broken(weight_changed(weight))
-        if not views.keeps_gradients:
-            return
         for name, parameter in zip(self._context.names, self._context.parameters, strict=True):
             if self._noted[name].changed(parameter):
                 raise self._broken(

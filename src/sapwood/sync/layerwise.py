@@ -3,10 +3,10 @@
     gradients of a bucket complete (hooks) ─> its contribution ─> it is its turn ─> averager
     worker: wait for the average ─> wait for the bucket's fence ─> optimizer ─> TensorUpdated
 
-Every rank sends, in every step: every bucket of the plan in order, rank 0's buffers, and, only when
-the flags of the last bucket say that some rank has one, the gradients outside the plan. A step that
-does not fit the plan is completed at the end of backward with zeros and cleared flags, so no rank
-ever waits for a collective another rank does not send.
+Every rank sends, in every step: every bucket of the plan in order; the gradients outside the plan,
+only when the flags of the last bucket say that some rank has one; and rank 0's buffers, when the
+step ends. A step that does not fit the plan is completed at the end of backward with zeros and
+cleared flags, so no rank ever waits for a collective another rank does not send.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from sapwood.sync.guard import BackwardGuard, in_backward, nested
 from sapwood.sync.hooks import GradientHooks, ModuleHook
 from sapwood.sync.members import Members
 from sapwood.sync.order import graph_roots, joint_order, ready_order
-from sapwood.sync.plan import Plan, agree_order, lay_out
+from sapwood.sync.plan import Plan
+from sapwood.sync.planning import agree_plan, observed_order
 from sapwood.sync.reads import WeightReads
 from sapwood.sync.replan import Replanner
 from sapwood.sync.updates import Updater
@@ -45,7 +46,7 @@ __all__ = ["Layerwise"]
 
 log = logging.getLogger(__name__)
 
-_NOT_PLANNED, _DISORDER = 0, 1  # places of the status flags in the last bucket
+_NOT_PLANNED, _DISORDER, _BUFFERS = 0, 1, 2  # places of the status flags in the last bucket
 
 
 class _Phase(enum.Enum):
@@ -83,7 +84,7 @@ class Layerwise:
         self._next = self._complete = 0  # buckets launched, and complete in order, in this step
         self._predicted: list[int] = []
         self._fired: list[int] = []
-        self._disorder = False
+        self._disorder = self._agree_on_buffers = False
         self._reads: WeightReads | None = None
         self._watching: list[bool] = []
         self._forward_seen = False
@@ -129,6 +130,11 @@ class Layerwise:
     def finish(self) -> StepOutcome:
         """End the step. Without a backward this rank takes part with no gradients of its own."""
         self._check()
+        # Half an update cannot be repeated: whatever interrupts this breaks the step.
+        with self._breaking():
+            return self._finish()
+
+    def _finish(self) -> StepOutcome:
         if self._phase is _Phase.IDLE:
             self._follow_membership()
             self._begin()
@@ -138,7 +144,7 @@ class Layerwise:
         self.stats.wait_seconds += (time.perf_counter_ns() - start) / 1e9
         self._trace_span("wait", start)
         outcome = self._apply()
-        self._buffers.finish(self._updater.step)
+        self._buffers.finish(self._updater.step, agree=self._agree_on_buffers)
         self._check_replaced()
         self._count()
         assert self._buckets is not None
@@ -265,8 +271,12 @@ class Layerwise:
                 self._launch(ready)
 
     def _overlaps(self) -> bool:
-        """Whether buckets are averaged, and may be applied, during back-propagation."""
-        return self._tuner.choice.overlap or self._context.events.wants(TensorUpdated)
+        """Whether buckets are averaged, and may be applied, during back-propagation.
+
+        Always in a careful step, which finds out what is read after a bucket was handed over.
+        """
+        wanted = self._context.events.wants(TensorUpdated)
+        return self._careful or wanted or self._tuner.choice.overlap
 
     def _begin(self) -> None:
         with self._breaking():
@@ -295,7 +305,7 @@ class Layerwise:
             self._reads.start_backward()
             self._reads.say_new("used through detach() or .data")
 
-    def _launch(self, bucket: Bucket, status: tuple[float, ...] = ()) -> None:
+    def _launch(self, bucket: Bucket, status: Sequence[float] = ()) -> None:
         self._next = bucket.number + 1
         bucket.seal(status)
         bucket.note_versions()
@@ -323,30 +333,46 @@ class Layerwise:
         self._trace_span("backward", self._forward_end)
         if self._context.trace.on:
             self._context.trace.instant("backward_last_gradient", step=self._updater.step)
-        status = (float(self._dormant_used()), float(self._disorder))
+        assert self._buckets is not None
+        flags = (self._buckets.dormant_used(), self._disorder, self._buffers.outdated())
         for bucket in self._planned[self._next : -1]:
             self._launch(bucket)
         if not self._planned[-1].missing or not self._last_gradient:
             self._last_gradient = self._last_gradient or time.perf_counter_ns()
-        self._launch(self._planned[-1], status)
-        self._buffers.launch()
+        self._launch(self._planned[-1], [float(flag) for flag in flags])
         if self._reads is not None:
             self._reads.end_backward()
             self._reads.say_new("read again after its gradient is complete")
         self._phase = _Phase.REDUCING
-        self._careful = False
+        # A rank without a batch has not seen whether weights are read late.
+        self._careful = self._careful and not self._fired
         self._worker.submit(self._update_withheld)
-        if self._context.mode != "layerwise":
-            self.wait()  # users may look at, or clip, the averaged gradients before step()
+        if self._context.mode == "layerwise" and self._keeps_gradients:
+            return
+        if in_backward():
+            # Another Run that shares this backward must have sent its gradients before we wait.
+            BackwardGuard(self._show_averages, self._aborted).arm()
+        else:
+            self._show_averages()
+
+    def _show_averages(self) -> None:
+        """``p.grad`` is this rank's own: it may be looked at, clipped or changed from now on."""
+        with self._breaking():
+            self.wait()
+            assert self._buckets is not None
+            for bucket in self._buckets:
+                self._refuse_meddling(bucket)
+                bucket.note_shown()
+
+    def _refuse_meddling(self, bucket: Bucket) -> None:
+        """One rank, deferred, has nothing on its way: what hooks do to gradients is followed."""
+        if (bucket.nbytes or self._context.mode == "layerwise") and bucket.meddled():
+            raise self._broken(refusals.gradient_in_flight(bucket.names))
 
     def _end_unnoticed(self) -> None:
         """Every gradient came from nested backward passes, whose ends say nothing of the outer."""
         if self._phase is _Phase.BACKWARD and not self._armed and not in_backward():
             self._end()
-
-    def _dormant_used(self) -> bool:
-        assert self._buckets is not None
-        return any(s.parameter.grad is not None for b in self._buckets.dormant for s in b.slots)
 
     def _aborted(self) -> None:
         if self._reads is not None:
@@ -376,6 +402,7 @@ class Layerwise:
             self._averaged(bucket)
 
     def _averaged(self, bucket: Bucket) -> None:
+        self._refuse_meddling(bucket)
         self._absent += [slot.index for slot in bucket.settle()]
         if self._context.mode == "layerwise":
             if self._must_wait(bucket):
@@ -384,6 +411,7 @@ class Layerwise:
                 self._update(bucket)
         if bucket is self._planned[-1]:
             self._disorder = bucket.status[_DISORDER] > 0
+            self._agree_on_buffers = bucket.status[_BUFFERS] > 0
             if bucket.status[_NOT_PLANNED] > 0:
                 self._reduce_dormant()
 
@@ -400,7 +428,6 @@ class Layerwise:
             held, self._withheld = self._withheld, []
             for bucket in held:
                 self._update(bucket)
-            self._buffers.wait()
 
     def _update(self, bucket: Bucket) -> None:
         ready = bucket.ready()
@@ -408,22 +435,17 @@ class Layerwise:
             return
         if self._keeps_gradients and bucket.written():
             raise self._broken(refusals.gradient_changed(bucket.number, bucket.names))
+        self._refuse_meddling(bucket)
         moved = bucket.moved()
         if moved is not None:
             raise self._broken(refusals.weight_changed(moved))
         self._updated_at.append(self._updater.update(ready))
+        bucket.note_versions()  # the optimizer may have written to gradients of this rank's own
 
     def _reduce_dormant(self) -> None:
         """Some rank has gradients outside the plan: all ranks know, and average them now."""
         assert self._buckets is not None
-        for bucket in self._buckets.dormant:
-            memory = self._buckets.wake(bucket)
-            bucket.seal()
-            bucket.note_versions()
-            if memory is not None:
-                what = f"averaging gradients outside the plan in step {self._updater.step}"
-                self._context.group.all_reduce(memory.average, what).wait()
-            bucket.settle()
+        for bucket in self._buckets.average_dormant(self._updater.step):
             self._woken += [slot.index for slot in bucket.present]
             if self._context.mode == "layerwise":
                 self._update(bucket)
@@ -437,10 +459,9 @@ class Layerwise:
             self._buckets.look_again()
             ready = [r for b in self._buckets if (r := b.ready()) is not None]
             return apply_all(context, self._updater, ready)
-        if self._keeps_gradients:
-            for bucket in self._buckets:
-                if bucket.touched():
-                    raise self._broken(refusals.gradient_changed(bucket.number, bucket.names))
+        for bucket in self._buckets:
+            if bucket.touched() if self._keeps_gradients else bucket.shown_changed():
+                raise self._broken(refusals.gradient_changed(bucket.number, bucket.names))
         option = context.views.changed_option()
         if option is not None:
             raise self._broken(refusals.option_changed(option))
@@ -482,17 +503,9 @@ class Layerwise:
             context.group.check_same("set of trained parameters", context.names)
             mine = self._predicted
         else:
-            mine = self._observed_order()
+            mine = observed_order(self._plan, self._fired, self._replanner.silent())
         self._predicted = []
-        order = agree_order(context.group, mine)
-        self._tune(order)
-        self._plan = lay_out(
-            order,
-            context.parameters,
-            first_bytes=int(context.settings.first_bucket_mb * 2**20),
-            bucket_bytes=int(self._tuner.choice.bucket_mb * 2**20),
-            reason=reason,
-        )
+        self._plan = agree_plan(context, mine, reason)
         self._updater.pass_all_fences()
         context.views.forget()
         self._release_buckets()
@@ -509,13 +522,6 @@ class Layerwise:
             PlanChanged(step=self._updater.step, buckets=self.buckets, reason=reason)
         )
 
-    def _tune(self, order: Sequence[int]) -> None:
-        """Let measurements decide; on all ranks, with every plan."""
-        context = self._context
-        nbytes = sum(context.parameters[i].nbytes for i in order)
-        self._tuner.begin(nbytes, late=not context.events.wants(TensorUpdated))
-        self._tuner.decide()
-
     def _release_buckets(self) -> None:
         """Give up their memory now, as shared memory stays mapped for as long as views of it exist.
 
@@ -524,15 +530,6 @@ class Layerwise:
         if self._buckets is not None:
             self._buckets.release()
         self._buckets, self._withheld = None, []
-
-    def _observed_order(self) -> list[int]:
-        """The order gradients came in, then what did not come now but may come again."""
-        assert self._plan is not None
-        leaving = self._replanner.silent()
-        came = list(dict.fromkeys(self._fired))
-        seen = set(came)
-        kept = [i for i in self._plan.order if i not in seen and i not in leaving]
-        return came + kept
 
     def _follow_membership(self) -> None:
         """Parameters were frozen, unfrozen or given to the optimizer: start with a new plan."""

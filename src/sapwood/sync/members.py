@@ -14,6 +14,8 @@ from sapwood.state.tensors import named_parameters
 __all__ = ["Members", "check_model"]
 
 log = logging.getLogger(__name__)
+_Kind = tuple[torch.dtype, torch.device, tuple[int, ...]]
+"""What buckets are laid out for."""
 
 
 class Members:
@@ -24,7 +26,7 @@ class Members:
         self._model = model
         self._optimizer = optimizer
         self._seen = self._signature()
-        self._kinds: dict[str, tuple[nn.Parameter, torch.dtype, torch.device]] = {}
+        self._kinds: dict[str, tuple[nn.Parameter, _Kind]] = {}
 
     def read(self) -> tuple[list[str], list[nn.Parameter]]:
         """Names and parameters, in registration order.
@@ -55,23 +57,23 @@ class Members:
     def note(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         """These are trained, as they are now."""
         named = zip(names, parameters, strict=True)
-        self._kinds = {name: (p, p.dtype, p.device) for name, p in named}
+        self._kinds = {name: (p, _kind(p)) for name, p in named}
 
     def converted(self) -> str | None:
         """What to say if ``model.double()``, ``.to(...)`` or the like came after ``read``."""
-        for name, (parameter, dtype, device) in self._kinds.items():
-            if parameter.dtype != dtype or parameter.device != device:
+        for name, (parameter, before) in self._kinds.items():
+            now = _kind(parameter)
+            if now != before:
                 return (
-                    f"{name} was {dtype} on {device} when the Run was made and is now "
-                    f"{parameter.dtype} on {parameter.device}; close the Run, convert the model, "
-                    "make its optimizer and then a new Run"
+                    f"{name} was {_shown(before)} when the Run was made and is now {_shown(now)}; "
+                    "close the Run, convert the model, make its optimizer and then a new Run"
                 )
         return None
 
     def replaced(self) -> str | None:
         """What to say if a trained parameter is no longer part of the model."""
         present = {id(p) for p in self._model.parameters()}
-        for name, (parameter, _, _) in self._kinds.items():
+        for name, (parameter, _) in self._kinds.items():
             if id(parameter) not in present:
                 return (
                     f"{name} is no longer in the model: a layer was replaced while a Run trains "
@@ -118,6 +120,15 @@ class Members:
         """What the optimizer holds, and what of it is trained."""
         groups = self._optimizer.param_groups
         return [(id(p), p.requires_grad) for group in groups for p in group["params"]]
+
+
+def _kind(parameter: nn.Parameter) -> _Kind:
+    return parameter.dtype, parameter.device, parameter.stride()
+
+
+def _shown(kind: _Kind) -> str:
+    dtype, device, strides = kind
+    return f"{dtype} on {device} with strides {strides}"
 
 
 def _held_by(optimizer: torch.optim.Optimizer, known: set[int]) -> set[int]:

@@ -9,6 +9,7 @@ __all__ = [
     "BROKEN",
     "FORGOTTEN",
     "gradient_changed",
+    "gradient_in_flight",
     "option_changed",
     "some",
     "twice",
@@ -76,6 +77,16 @@ def gradient_changed(bucket: int, names: Sequence[str]) -> str:
         "but weights are updated during backward, with the unchanged one; clip with "
         "Run(clip_grad_norm=...), or use update='deferred' to change gradients between backward() "
         "and run.step()"
+    )
+
+
+def gradient_in_flight(names: Sequence[str]) -> str:
+    """A gradient was changed while other ranks read it."""
+    return (
+        f"a gradient among {some(names)} was changed during back-propagation, after it had been "
+        "handed over for averaging; change it in a hook of the parameter itself "
+        "(p.register_post_accumulate_grad_hook), or between backward() and run.step() with "
+        "update='deferred'"
     )
 
 

@@ -124,11 +124,12 @@ class Updater:
 
     def pass_fence(self, bucket: int) -> None:
         """Wait for the holds on the bucket's last version, and attribute the wait."""
-        fence = self._fences.pop(bucket, None)
+        fence = self._fences.get(bucket)
         if fence is None:
             return
         start = time.perf_counter_ns()
         waited = fence.close(self._context.settings.fence_timeout)
+        del self._fences[bucket]
         for owner, seconds in waited.items():
             total = self._stats.fence_seconds.get(owner, 0.0)
             self._stats.fence_seconds[owner] = total + seconds
