@@ -31,6 +31,9 @@ def _unscale(context: Context) -> bool:
     scaler = context.scaler
     if scaler is None or not scaler.is_enabled():
         return False
+    if scaler._scale is None:
+        # torch makes it in scale(), which a rank without a batch has not called yet.
+        scaler._lazy_init_scale_growth_tracker(context.parameters[0].device)
     optimizer = context.views.optimizer
     state = scaler._per_optimizer_states[id(optimizer)]
     if not state["found_inf_per_device"]:  # the user may have called unscale_ before us
