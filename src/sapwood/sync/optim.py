@@ -7,11 +7,8 @@ work as if ``optimizer.step()`` had been called.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,59 +16,34 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from sapwood.errors import ConfigError, UsageError
+from sapwood.sync.foreign import (
+    PER_PARAMETER,
+    attributes,
+    beneath_hooks,
+    changed,
+    clone_of,
+    is_torchs,
+    kept,
+    not_per_parameter,
+    refuse_by_trial,
+    runs_global_hooks,
+    tried_to_write,
+)
 
 __all__ = ["OptimizerView", "UpdateMode", "Views", "choose_mode"]
 
 UpdateMode = Literal["layerwise", "deferred", "whole"]
 
-_PER_PARAMETER = tuple(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD",
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "Muon",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    )
-)
 # Where torch's foreach loop is bit for bit its plain loop, but crosses the interpreter less often.
 _SAME_AS_FOREACH = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _SAME_DTYPES = (torch.float32, torch.float64)
 _PLAIN = (bool, int, float, str, tuple, type(None))
-# All wrappers that torch puts around a step share this code. Not by their mark ``hooked``, which
-# functools.wraps copies onto decorators of others.
-_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-# Attributes that each view has for itself, or that torch sets only to warn once.
-_OF_A_VIEW = {
-    "param_groups",
-    "state",
-    "step",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_warned_capturable_if_run_uncaptured",
-}
 
 
 def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
     """Whether updating some parameters now and the others later equals updating all at once."""
     declared = getattr(optimizer, "per_parameter", None)
-    return _is_torchs(optimizer) if declared is None else bool(declared)
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it steps with the code of one of torch's optimizers that are known here."""
-    own = inspect.unwrap(type(optimizer).step)
-    return any(
-        isinstance(optimizer, kind) and own is inspect.unwrap(kind.step) for kind in _PER_PARAMETER
-    )
+    return is_torchs(optimizer) if declared is None else bool(declared)
 
 
 def choose_mode(
@@ -104,7 +76,7 @@ def choose_mode(
         if wanted == "layerwise":
             raise ConfigError(f"update='layerwise' is not possible: {only_whole}")
         return "whole", only_whole
-    _refuse_by_trial(optimizer)
+    refuse_by_trial(optimizer)
     if wanted == "layerwise" and needs_all:
         raise ConfigError(
             f"update='layerwise' is not possible: {needs_all[0]}; use update='deferred' or 'auto'"
@@ -121,35 +93,13 @@ def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
             f"{kind} is not known to update each parameter by itself (set per_parameter = True on "
             "the optimizer if it does)"
         )
-    if _runs_global_hooks(optimizer):
+    if runs_global_hooks(optimizer):
         return (
             f"{kind}.step calls the step of the class it is derived from, where torch runs the "
             "hooks for all optimizers (register_optimizer_step_pre_hook, ..._post_hook), which "
             "expect the whole optimizer"
         )
     return None
-
-
-def _runs_global_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether global hooks may run also beneath the wrapper that a view leaves out."""
-    if not _global_hooks() or _is_torchs(optimizer):
-        return False
-    owners = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind)]
-    return any(kind is not torch.optim.Optimizer for kind in owners[1:])
-
-
-def _global_hooks() -> bool:
-    return bool(
-        torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-    )
-
-
-def _beneath_hooks(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
-    """The step without torch's wrapper, which runs global hooks: they are for whole steps."""
-    step: Any = type(optimizer).step
-    while getattr(step, "__code__", None) is _HOOKED:
-        step = step.__wrapped__
-    return step  # type: ignore[no-any-return]
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -176,8 +126,8 @@ class OptimizerView:
             for number, group in enumerate(views.optimizer.param_groups)
         ]
         self._positions = [(n, g) for n, g in self._positions if g["params"]]
-        self._clone = _shallow(views.optimizer, [g for _, g in self._positions])
-        self._step = _beneath_hooks(views.optimizer)
+        self._clone = clone_of(views.optimizer, [g for _, g in self._positions])
+        self._step = beneath_hooks(views.optimizer)
         self.follow()
 
     def follow(self) -> None:
@@ -185,7 +135,7 @@ class OptimizerView:
         original = self._views.optimizer
         self._clone.state = original.state
         if self._views.foreign:
-            self._clone.__dict__.update(_attributes(original))
+            self._clone.__dict__.update(attributes(original))
         for number, mine in self._positions:
             theirs = original.param_groups[number]
             mine.update({k: v for k, v in theirs.items() if k != "params"})
@@ -201,11 +151,11 @@ class OptimizerView:
             self._step(self._clone)
             return
         # A trial cannot show everything: it may have failed, or something changes later.
-        before = _kept(self._clone)
+        before = kept(self._clone)
         self._step(self._clone)
-        changed = _changed(before, _kept(self._clone))
-        if changed is not None:
-            raise _not_per_parameter(self._views.optimizer, f"its step has changed {changed}")
+        found = changed(before, kept(self._clone))
+        if found is not None:
+            raise not_per_parameter(self._views.optimizer, f"its step has changed {found}")
 
 
 class Views:
@@ -221,7 +171,7 @@ class Views:
             )
         self.optimizer = optimizer
         self.fused = fused
-        self.foreign = not _is_torchs(optimizer)
+        self.foreign = not is_torchs(optimizer)
         """Whether the step is code that is not known here, so that views watch it."""
         self._mode = mode
         self._made: list[OptimizerView] = []
@@ -286,8 +236,8 @@ class Views:
         ranks read. Tried out on a small tensor, once for each set of options.
         """
         return (
-            isinstance(self.optimizer, _PER_PARAMETER)
-            and not _runs_global_hooks(self.optimizer)  # they are not meant for a trial
+            isinstance(self.optimizer, PER_PARAMETER)
+            and not runs_global_hooks(self.optimizer)  # they are not meant for a trial
             and not any(self._writes_gradients(group) for group in self.optimizer.param_groups)
         )
 
@@ -303,7 +253,7 @@ class Views:
         if key not in self._writes:
             exact = like.dtype in _SAME_DTYPES
             options = {**group, **self.kernel(group, exact_foreach=exact)}
-            self._writes[key] = _tried_to_write(self.optimizer, options)
+            self._writes[key] = tried_to_write(self.optimizer, options)
         return self._writes[key]
 
     def note_options(self) -> None:
@@ -338,7 +288,7 @@ class Views:
                 f"a step pre-hook was registered {where} after the Run was made; it expects all "
                 "gradients before the update: register it before, or use update='deferred'"
             )
-        if self._mode != "whole" and _runs_global_hooks(self.optimizer):
+        if self._mode != "whole" and runs_global_hooks(self.optimizer):
             raise UsageError(
                 "a step hook was registered for all optimizers after the Run was made; "
                 f"{type(self.optimizer).__name__} would run it for each bucket: register it before"
@@ -382,186 +332,3 @@ def _same(now: Any, before: Any) -> bool:
     if isinstance(now, Tensor) or isinstance(before, Tensor):
         return now is before
     return bool(now == before)
-
-
-def _tried_to_write(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> bool:
-    """Whether two steps on a small parameter of the same kind write to its gradient."""
-    try:
-        trial = _small_copy(optimizer, [options])
-        (parameter,) = trial.param_groups[0]["params"]
-        for gradients in _try_steps(trial):
-            if parameter.grad._version != 0 or not torch.equal(parameter.grad, gradients[0]):
-                return True
-    except Exception:  # whatever it is, the real step will tell
-        return True
-    return False
-
-
-def _refuse_by_trial(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that keeps something that is not the state of one parameter.
-
-    Its views would lose it, being copies, or change it once per bucket instead of once per step.
-    """
-    if _is_torchs(optimizer):
-        return
-    inner = _optimizer_inside(optimizer)
-    if inner is not None:
-        raise _not_per_parameter(optimizer, f"self.{inner} holds another optimizer")
-    try:
-        trial = _small_copy(optimizer, optimizer.param_groups)
-    except Exception:  # something that cannot be copied; the views watch the real steps
-        return
-    before = _kept(trial)
-    with suppress(Exception):  # it may not like small parameters; what it did until then counts
-        for _ in _try_steps(trial):
-            pass
-    changed = _changed(before, _kept(trial))
-    if changed is not None:
-        raise _not_per_parameter(optimizer, f"its step changes {changed}")
-
-
-def _not_per_parameter(optimizer: torch.optim.Optimizer, found: str) -> UsageError:
-    return UsageError(
-        f"{type(optimizer).__name__} says per_parameter = True, but {found}, which is not the "
-        "state of one parameter: it would be lost, or changed once per bucket instead of once per "
-        "step. Remove per_parameter = True; then the optimizer updates all weights in one call"
-    )
-
-
-def _small_copy(
-    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    """The optimizer with these groups, and a small parameter in each."""
-    small = [[_small(group["params"][0])] if group["params"] else [] for group in groups]
-    options = [{**group, "params": p} for group, p in zip(groups, small, strict=True)]
-    if not _is_torchs(optimizer):
-        return _deep(optimizer, options)
-    trial = _shallow(optimizer, options)
-    trial.state = defaultdict(dict)
-    return trial
-
-
-def _deep(
-    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    """A clone that shares nothing with the original, whatever a foreign step changes in place."""
-    if _optimizer_inside(optimizer) is not None:
-        raise UsageError("an optimizer that steps another one cannot be tried out")
-    clone = _shallow(optimizer, [])
-    # Where the original's parameters turn up, copies would need the memory of the model.
-    memo: dict[int, Any] = {id(optimizer): clone}
-    stand_in = next(p for group in groups for p in group["params"])
-    for group in optimizer.param_groups:
-        memo.update((id(p), stand_in) for p in group["params"])
-    memo.update((id(p), p) for group in groups for p in group["params"])
-    clone.__dict__.update(copy.deepcopy(_attributes(optimizer), memo))
-    clone.state = defaultdict(dict, copy.deepcopy(_common_state(optimizer), memo))
-    clone.param_groups = copy.deepcopy(list(groups), memo)
-    return clone
-
-
-def _small(like: Tensor) -> nn.Parameter:
-    values = torch.linspace(-1.0, 1.0, 8, device=like.device)
-    return nn.Parameter(values.reshape(2, 4).to(like.dtype))
-
-
-def _try_steps(trial: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
-    """Step twice; after each, the gradients as they were before."""
-    step = _beneath_hooks(trial)
-    parameters = [p for group in trial.param_groups for p in group["params"]]
-    start = [p.detach().clone() for p in parameters]
-    for factor in (0.5, -0.25):
-        for parameter, values in zip(parameters, start, strict=True):
-            parameter.grad = values * factor
-        with _same_random_numbers(parameters):
-            step(trial)
-        yield [values * factor for values in start]
-
-
-def _same_random_numbers(parameters: Sequence[Tensor]) -> Any:
-    """A context after which the user's random numbers are those of a run without a trial."""
-    devices = {p.device for p in parameters if p.device.type != "cpu"}
-    kind = next((device.type for device in devices), "cuda")
-    return torch.random.fork_rng(devices=list(devices), device_type=kind)
-
-
-def _optimizer_inside(optimizer: torch.optim.Optimizer) -> str | None:
-    """The attribute that holds another optimizer, with parameters that no view leaves out."""
-    for name, value in _attributes(optimizer).items():
-        inside = value.values() if isinstance(value, Mapping) else value
-        held = inside if isinstance(value, (Mapping, list, tuple)) else (value,)
-        if any(isinstance(thing, torch.optim.Optimizer) for thing in held):
-            return name
-    return None
-
-
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the instance holds that is not different in each view."""
-    return {k: v for k, v in vars(optimizer).items() if k not in _OF_A_VIEW}
-
-
-def _kept(optimizer: torch.optim.Optimizer) -> dict[tuple[str, int], Any]:
-    """What an optimizer keeps beside the state of its parameters, as it is now.
-
-    By its name for people, with the number of the group. Objects with insides of their own are
-    only told apart from others: what changes inside them is not seen.
-    """
-    kept = {
-        (f"group[{name!r}]", number): _as_now(value)
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if name != "params"
-    }
-    for name, value in _attributes(optimizer).items():
-        kept[f"self.{name}", 0] = _as_now(value)
-    for key, value in _common_state(optimizer).items():
-        kept[f"self.state[{key!r}]", 0] = _as_now(value)
-    return kept
-
-
-def _common_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """The state that is not of one parameter; torch's own optimizers have none."""
-    state: dict[Any, Any] = optimizer.state
-    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-
-
-def _as_now(value: Any, depth: int = 4) -> Any:
-    """What tells whether a value was changed, also in place.
-
-    Parameters are there to be changed, and what is kept under one as the key is its own.
-    """
-    if isinstance(value, Tensor):
-        return value if value.requires_grad else (value, value._version)
-    if depth and isinstance(value, Mapping):
-        common = ((key, v) for key, v in value.items() if not isinstance(key, Tensor))
-        return {key: _as_now(v, depth - 1) for key, v in common}
-    if depth and isinstance(value, (list, tuple)):
-        return [_as_now(inside, depth - 1) for inside in value]
-    return set(value) if isinstance(value, set) else value
-
-
-def _changed(before: dict[tuple[str, int], Any], after: dict[tuple[str, int], Any]) -> str | None:
-    """The name of something that was changed, made or removed; else None."""
-    missing = object()
-    for key in (*after, *before):
-        was, now = before.get(key, missing), after.get(key, missing)
-        try:
-            same = was is now or bool(was == now)
-        except Exception:  # arrays, which are compared element by element: not the same objects
-            same = False
-        if not same:
-            return key[0]
-    return None
-
-
-def _shallow(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    clone: torch.optim.Optimizer = object.__new__(type(optimizer))
-    clone.__dict__.update(optimizer.__dict__)
-    # A scheduler counts steps on the instance; the user's hooks belong to the whole step.
-    clone.__dict__.pop("step", None)
-    clone.param_groups = groups
-    clone._optimizer_step_pre_hooks = OrderedDict()
-    clone._optimizer_step_post_hooks = OrderedDict()
-    return clone
