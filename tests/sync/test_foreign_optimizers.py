@@ -257,8 +257,8 @@ def test_torchs_own_optimizers_are_not_watched(monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: Any) -> None:
         raise AssertionError("torch's own optimizers pay nothing")
 
-    for name in ("_kept", "_changed", "_small_copy"):
-        monkeypatch.setattr(f"sapwood.sync.optim.{name}", fail)
+    for name in ("optim.kept", "optim.changed", "foreign._small_copy"):
+        monkeypatch.setattr(f"sapwood.sync.{name}", fail)
     parameters = [nn.Parameter(torch.zeros(2))]
     optimizer = torch.optim.AdamW(parameters)
     assert choose_mode(optimizer, "auto", clips=False, scales=False)[0] == "layerwise"
