@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -40,13 +39,14 @@ class BufferSync:
         self._owners = _Owners(unwrap(context.model))
         self._message = _Message([], context.group.device)
         self._shared = context.group.world > 1 and context.settings.broadcast_buffers and not local
+        self._agreed: list[tuple[str, torch.Size, torch.dtype]] = []
         self._said: set[str] = set()
 
     def outdated(self) -> bool:
         """Whether rank 0 has other buffers than were agreed on; on other ranks always False."""
         if not self._shared or self._context.group.rank != 0:
             return False
-        return _form(self._owners.tensors()) != self._message.form
+        return _kinds(self._owners.tensors()) != self._agreed
 
     def finish(self, step: int, *, agree: bool) -> None:
         """Give every rank the values of rank 0, and announce them.
@@ -58,7 +58,8 @@ class BufferSync:
         group = self._context.group
         wanted = self._context.events.wants(BuffersUpdated)
         if agree:
-            form = json.dumps(_form(self._owners.tensors()))
+            self._agreed = _kinds(self._owners.tensors())
+            form = json.dumps(_form(self._agreed))
             self._message = _Message(json.loads(group.share_text("buffers", form)), group.device)
         if not self._message.form and not wanted:
             return
@@ -72,9 +73,9 @@ class BufferSync:
         if buffers and wanted:
             self._context.events.publish(BuffersUpdated(step=step, buffers=buffers))
 
-    def _say_odd(self, odd: Iterable[str]) -> None:
-        new = [text for text in odd if text not in self._said]
-        self._said.update(new)
+    def _say_odd(self, odd: dict[str, str]) -> None:
+        new = [text for name, text in odd.items() if name not in self._said]
+        self._said.update(odd)
         if new:
             log.warning(
                 "not taken over from rank 0, because they differ in shape or dtype: %s",
@@ -137,19 +138,20 @@ class _Message:
         pairs = [(p, b) for p, b in zip(self._places.values(), found, strict=True) if b is not None]
         _copy([place for place, _ in pairs], [buffer.data for _, buffer in pairs])
 
-    def read(self, buffers: dict[str, Tensor]) -> list[str]:
+    def read(self, buffers: dict[str, Tensor]) -> dict[str, str]:
         """Copy every buffer from its place; like forward's own changes, unknown to autograd.
 
-        Returns what cannot be taken over; a buffer that this rank does not have yet is not meant.
+        Returns what cannot be taken over, by name, for people; a buffer that this rank does not
+        have yet is not meant.
         """
-        pairs, odd = [], []
+        pairs, odd = [], {}
         for (name, place), there in zip(self._places.items(), self._there.tolist(), strict=True):
             if not there or name not in buffers:
                 continue
             buffer = self._fitting(name, buffers)
             if buffer is None:
                 mine = buffers[name]
-                odd.append(
+                odd[name] = (
                     f"{name} is {mine.dtype} {list(mine.shape)} here, and {place.dtype} "
                     f"{list(place.shape)} on rank 0"
                 )
@@ -177,10 +179,14 @@ def _writable(buffer: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     return buffer, place
 
 
-def _form(buffers: dict[str, Tensor]) -> list[_Entry]:
-    """Names, shapes and dtypes, as they come back from JSON; without what has no elements."""
+def _kinds(buffers: dict[str, Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, b.shape, b.dtype) for name, b in buffers.items()]
+
+
+def _form(kinds: list[tuple[str, torch.Size, torch.dtype]]) -> list[_Entry]:
+    """As JSON; without what has no elements."""
     return [
-        [name, list(b.shape), str(b.dtype).removeprefix("torch.")]
-        for name, b in buffers.items()
-        if b.numel()
+        [name, list(shape), str(dtype).removeprefix("torch.")]
+        for name, shape, dtype in kinds
+        if shape.numel()
     ]

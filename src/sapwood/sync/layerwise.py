@@ -77,6 +77,7 @@ class Layerwise:
         self._on_gradients: GradientHooks | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._phase = _Phase.IDLE
+        self._cause = ""  # of the phase BROKEN
         self._armed = False
         self._plan: Plan | None = None
         self._buckets: BucketSet | None = None
@@ -568,7 +569,7 @@ class Layerwise:
     def _check(self) -> None:
         self._worker.check()
         if self._phase is _Phase.BROKEN:
-            raise UsageError(refusals.BROKEN)
+            raise UsageError(refusals.broken(self._cause))
 
     def _tell_peers(self, error: BaseException) -> None:
         if not isinstance(error, PeerFailed):
@@ -581,11 +582,13 @@ class Layerwise:
             yield
         except BaseException as error:
             if self._phase is not _Phase.BROKEN:
+                self._cause = f"{type(error).__name__}: {error}"
                 self._phase = _Phase.BROKEN
                 self._tell_peers(error)
             raise
 
     def _broken(self, message: str) -> UsageError:
+        self._cause = message
         self._phase = _Phase.BROKEN
         self._context.group.board.post(message)
         return UsageError(message)

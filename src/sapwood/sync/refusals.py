@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 __all__ = [
     "ABORTED",
-    "BROKEN",
     "FORGOTTEN",
+    "broken",
     "gradient_changed",
     "gradient_in_flight",
     "option_changed",
@@ -17,10 +17,6 @@ __all__ = [
     "weight_changed",
 ]
 
-BROKEN = (
-    "an earlier error broke this run's step, and the ranks' states may differ; restart from a "
-    "checkpoint"
-)
 ABORTED = (
     "an exception ended its back-propagation; see the traceback there (if it says that a variable "
     "was modified in place, a weight is used through an alias that was updated: use "
@@ -33,6 +29,14 @@ FORGOTTEN = (
     "may have skipped run.step(): a loop that catches one after backward() must still call it, or "
     "restart from a checkpoint"
 )
+
+
+def broken(cause: str) -> str:
+    """Somebody goes on after an error."""
+    return (
+        "an earlier error broke this run's step, and the ranks' states may differ; restart from a "
+        f"checkpoint. It was: {cause}"
+    )
 
 
 def option_changed(option: str) -> str:
