@@ -276,3 +276,40 @@ def changed_by_another_layers_hook(update: str) -> str:
 def test_a_gradient_on_its_way_that_another_layers_hook_changes_is_refused(update: str) -> None:
     for message in ranks.spawn(changed_by_another_layers_hook, 2, update, timeout=60):
         assert "handed over for averaging" in message
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.unused = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        out: Tensor = self.a(x)
+        return out + self.b(x) if both else out
+
+
+def outside_the_plan(update: str, clip: float | None) -> None:
+    plain, model = Branching(), Branching()
+    optimizer = Own(plain.parameters())
+    settings: dict[str, Any] = {"update": update, "clip_grad_norm": clip, "replan_after": 100}
+    with sapwood.Run(model, Own(model.parameters()), timeout=20.0, **settings) as run:
+        for step in range(6):
+            both = step in (1, 2, 4)
+            plain(ONES, both).sum().backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.model(ONES, both).sum().backward()
+            run.step()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("update", "clip"), [("layerwise", None), ("deferred", 0.1)])
+def test_gradients_that_come_now_and_then_are_not_taken_for_changed_ones(
+    update: str, clip: float | None
+) -> None:
+    outside_the_plan(update, clip)
+    ranks.spawn(outside_the_plan, 2, update, clip, timeout=60)

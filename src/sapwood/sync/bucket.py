@@ -273,8 +273,9 @@ class Bucket:
         return any(s.parameter.grad is not None for s in self.slots if s.index not in present)
 
     def meddled(self) -> bool:
-        """Whether somebody changed a private gradient since the engine last had to do with it."""
-        return self._private and self._versions != self._read_versions()
+        """Whether somebody changed a private gradient that was handed over in this step."""
+        handed_over = self._private and bool(self._versions)
+        return handed_over and self._versions != self._read_versions()
 
     def _read_versions(self) -> list[int]:
         if self._memory is not None:  # its views share one counter
@@ -293,7 +294,7 @@ class Bucket:
                     self._show(slot, self._offsets()[position])  # somebody assigned to its .data
                 else:
                     forget(slot.gradient)
-        self._shown = []
+        self._shown, self._versions = [], []
 
     def release(self) -> None:
         """Let go of the memory; see ``BucketSet.release``. The bucket is of no use after it."""
