@@ -15,9 +15,10 @@ from contenders.costs import DDP_BASELINE, OURS_BASELINE, derive_course
 from core import Benchmark, Case, Contender, Metric, Plan, Target, main
 
 # Bytes of all ranks together, so that copying them leaves the cores free: 64 MB of parameters,
-# twice that of state. On the cores themselves, a real model of about the same size.
+# twice that of state; see checkpoint_step for the speed. On the cores themselves, a real model of
+# about the same size.
 FULL_SIZES = {
-    "emulated": {"resnet50": {"mb_all_ranks": 64}},
+    "emulated": {"resnet50": {"mb_all_ranks": 64, "full_speed_ranks": 2}},
     "cpu": {"resnet50": {"image": 32, "batch_size": 4, "width": 0.5}},
 }
 QUICK_SIZES = {

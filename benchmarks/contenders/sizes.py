@@ -23,6 +23,8 @@ def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
     ``optimizer`` is sgd (with momentum) unless the options say adam, or plain (without).
     ``mb_all_ranks`` is divided by the ranks: all of them together then copy and send about as much,
     however many share the cores; ``most_mb_all_ranks`` does so only with what ``mb`` exceeds it by.
+    ``full_speed_ranks`` makes an emulated device slower the more ranks there are beyond so many:
+    what each of them does on the cores then takes the share of a step that it takes with few.
     """
     compute, name = case["compute"], case["workload"]
     options = dict(sizes[compute][name])
@@ -33,6 +35,9 @@ def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
     most = options.pop("most_mb_all_ranks", None)
     if most is not None:
         options["mb"] = min(options["mb"], most / case["ranks"])
+    fast = options.pop("full_speed_ranks", None)
+    if fast is not None:
+        options["speed"] = options.get("speed", 1.0) * min(1.0, fast / case["ranks"])
     if compute == "emulated":
         preset = options.pop("preset", name)
         return {

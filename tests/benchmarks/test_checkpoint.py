@@ -1,5 +1,6 @@
 """What the checkpoint benchmarks compute from their samples, and what they hold to be equal."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from benchmarks.contenders.costs import (
 from benchmarks.contenders.equality import differences, error_in, not_installed
 from benchmarks.contenders.files import sync_tree, tree_bytes
 from benchmarks.core import processes
-from tests.benchmarks.sessions import measure
+from tests.benchmarks.sessions import BENCHMARKS, measure
 
 
 def answer(live: dict[str, str], loaded: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -64,8 +65,21 @@ def test_the_slowest_rank_counts() -> None:
     assert found == pytest.approx(
         {"blocking": 200, "pair": 1000, "preparation": 300, "cpu": 3, "durable": 2, "written": 5}
     )
-    steps = [{"steps": [0.1, 0.2, 0.3], "cpu": 0.5}, {"steps": [0.4, 0.1, 0.1], "cpu": 0.0}]
-    assert baseline_metrics(steps) == pytest.approx({"step": 300, "step_cpu": 0.5})
+
+
+def test_a_step_without_a_checkpoint_is_timed_in_pairs_as_one_with_it() -> None:
+    # Rank 0 is late in the first step and catches up in the second; neither took 0.8 s for two.
+    steps = [{"steps": [0.4, 0.1, 0.3, 0.3], "cpu": 0.5}, {"steps": [0.1, 0.4, 0.3, 0.3], "cpu": 0}]
+    assert baseline_metrics(steps) == pytest.approx({"step": 275, "step_cpu": 0.5})
+
+
+def test_more_ranks_on_the_same_cores_get_a_slower_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # as the benchmarks' own scripts see them
+    model_of = importlib.import_module("contenders.sizes").model_of
+    sizes = {"emulated": {"vgg16": {"mb_all_ranks": 64, "full_speed_ranks": 2}}}
+    for ranks, mb, speed in ((1, 64, 1.0), (2, 32, 1.0), (8, 8, 0.25)):
+        case = {"compute": "emulated", "workload": "vgg16", "ranks": ranks}
+        assert model_of(case, sizes)["options"] == {"preset": "vgg16", "mb": mb, "speed": speed}
 
 
 def test_costs_are_beyond_the_same_trainers_own_steps() -> None:
