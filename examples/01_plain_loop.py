@@ -1,8 +1,6 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["sapwood[cli]"]
-# ///
 """A complete training script with Sapwood: an ordinary loop, and a `sapwood.Run` around it.
+
+Install, in a copy of the repository:   pip install '.[cli]'
 
 One process:             python examples/01_plain_loop.py
 Two ranks:               sapwood run -n 2 examples/01_plain_loop.py

@@ -1,16 +1,14 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["sapwood[cli,checkpoint]"]
-# ///
 """The plain loop with one line more: it saves every few steps, and goes on where it was.
+
+Install, in a copy of the repository:   pip install '.[cli,checkpoint]'
 
 Start it:                sapwood run -n 2 examples/02_checkpoint.py
 Stop it, kill it, start it again, on one rank or on four:
 
                          sapwood run -n 4 examples/02_checkpoint.py --steps 400
 
-Asked to stop (kill a rank with SIGTERM, or give it a --time-limit) it saves first, and goes on by
-itself under `sapwood run -n 2 --restarts 3`.
+If a rank is sent SIGTERM, all ranks save and stop, and `sapwood run -n 2 --restarts 3` starts them
+again. After `--time-limit` they save and the exit code is 75; nothing is restarted.
 
 Then look at what it left:   sapwood ckpt ls ckpts
 """

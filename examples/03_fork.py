@@ -1,8 +1,6 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["sapwood[cli,checkpoint]"]
-# ///
 """The plain loop with one line more: others can fork it while it runs, without stopping it.
+
+Install, in a copy of the repository:   pip install '.[cli,checkpoint]'
 
 Start it:                   sapwood run -n 2 examples/03_fork.py
 Elsewhere, while it runs:   sapwood runs

@@ -1,8 +1,6 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["sapwood[cli,checkpoint]"]
-# ///
 """Population-based training: the worst run gives way to a fork of the best, with another rate.
+
+Install, in a copy of the repository:   pip install '.[cli,checkpoint]'
 
 Start it:        python examples/04_population.py --members 3 --rounds 2
 Through files:   python examples/04_population.py --members 3 --rounds 2 --approach file

@@ -1,8 +1,6 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["sapwood[cli,checkpoint,data]"]
-# ///
 """Train from an LMDB database; stop it anywhere, and go on in mid-epoch on more or fewer ranks.
+
+Install, in a copy of the repository:   pip install '.[cli,checkpoint,data]'
 
 Start it:                sapwood run -n 2 examples/05_data.py
 Go on, on four ranks:    sapwood run -n 4 examples/05_data.py --steps 400
@@ -49,7 +47,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=240, help="records of a step, of all ranks")
     parser.add_argument("--steps", type=int, default=100, help="the step to train to")
     parser.add_argument("--every", type=int, default=15, help="steps between checkpoints")
-    parser.add_argument("--place", default="ckpts", help="a folder, or s3://bucket/prefix")
+    parser.add_argument("--place", default="ckpts-data", help="a folder, or s3://bucket/prefix")
     options = parser.parse_args()
 
     torch.manual_seed(0)

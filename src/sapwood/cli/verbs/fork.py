@@ -62,7 +62,7 @@ def fork(
             script asks for the rest with `run.override(path, default)`.
         vary: PATH=[A,B,...]: one fork for each value, all at once; several make all combinations.
         approach: deepclone, lazy, p2p or file; by default what the run is set to.
-        transport: auto, gloo, memory, mpi or mooncake; by default what the run is set to.
+        transport: auto, gloo, memory, mpi, mooncake or nccl; by default what the run is set to.
         standby: Start the ranks and get ready, but wait until the run, or --go, says so.
         go: Let clones that stand by begin; needs no script.
         folder: The folder that holds the run folders.

@@ -34,8 +34,9 @@ def run(
     On its own it starts `-n` ranks with torch's elastic launcher, waits for them, and ends every
     process they started, also when it is interrupted or killed. The exit code is that of the first
     rank that failed. SIGTERM or SIGUSR1 ask a run to stop: it ends its step on all ranks, saves,
-    and the exit code is 75, "start me again". Sent to a rank, `--restarts` does so at once; sent to
-    `sapwood run`, all ends. So it does after a time limit: a restart would have no time left.
+    and the exit code is 75, "start me again". If a rank gets the signal, `--restarts` starts all
+    ranks again. If `sapwood run` gets it, or a time limit was reached, nothing is restarted and the
+    exit code is 75.
 
     Started by torchrun, srun or mpirun it runs the script in its own process, as the rank that
     launcher made it. Everything after the script belongs to the script.
@@ -55,7 +56,8 @@ def run(
         args: Arguments of the script.
         ranks: How many ranks to start (one if not given).
         module: Run a module, as `python -m` does.
-        restarts: How often to start all ranks again after one failed or stopped.
+        restarts: How often to start all ranks again after one failed, or a signal to a rank stopped
+            them.
         prefix: Put the rank before each line the ranks write.
         logs: Keep what each rank writes in files below this folder.
         grace: Seconds between asking ranks to end and killing them (10 if not given, and more for
