@@ -178,7 +178,7 @@ class TensorUpdated:
 class BuffersUpdated:
     """Buffers that forward changes (BatchNorm statistics) are final until the next forward.
 
-    With one rank it comes at the end of forward; with more, as soon as rank 0's values are here.
+    It comes when the step ends; with several ranks the values are rank 0's.
     """
 
     step: int
@@ -217,6 +217,8 @@ class RunStopping:
     reason: str
     deadline: float
     """When waiting must end, by ``time.monotonic()``."""
+    saved: list[str] = field(default_factory=list)
+    """Where the step was saved; whoever saves it adds the place."""
 
 
 @dataclass(slots=True)

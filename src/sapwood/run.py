@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,10 @@ __all__ = ["Run", "RunSettings"]
 
 log = logging.getLogger(__name__)
 _PLAIN = (int, float, str, tuple, type(None))
+_HALF_ENDED = (
+    "an exception ended the last run.step() after the weights were updated, so schedulers, the "
+    "number of steps and checkpoints do not fit them; restore a checkpoint, or make a new Run"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,10 @@ class RunSettings(StopSettings):
     """The folder that holds the run's own folder."""
     trace: bool = False
     """Write spans and counters of every rank to ``<run>/trace``."""
+
+
+_open: weakref.WeakSet[Run] = weakref.WeakSet()
+"""All Runs of this process that are not closed."""
 
 
 class Run:
@@ -132,6 +141,7 @@ class Run:
         self.scaler = scaler
         self.step_count = 0
         self._pid = os.getpid()
+        self._half_ended = False
         self._donor: Donor | None = None
         self._fork: Fork | None = None
         self._claim: Claim | None = None
@@ -152,12 +162,16 @@ class Run:
             context = self._start(model, scaler, id, places, sync)
             self._mode = context.mode
             self.model = self._engine.model
-            self._stopping = Stopping(self.group, self.events, places.value)
+            this = weakref.ref(self)  # a Run that is lost must not be kept by its own signals
+            self._stopping = Stopping(
+                self.group, self.events, places.value, lambda: _last_whole_step(this())
+            )
         except BaseException as error:
             self._give_up(error)
             raise
         self._at_exit = AtExit(self.close)
         self._closed = False
+        _open.add(self)
         try:
             self._go_on_as_fork()
         except BaseException as error:
@@ -257,11 +271,15 @@ class Run:
         """
         self._check_open()
         self._stopping.check()
+        if self._half_ended:
+            raise UsageError(_HALF_ENDED)
         self._members.check_trained()
         if self._fork is not None:
             self._fork.finish()
         faults.point("run.step", step=self.step_count + 1)
         outcome = self._engine.finish()
+        self._half_ended = True
+        self._update_scale()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         for scheduler in self.schedulers:
             scheduler.step()
@@ -270,6 +288,7 @@ class Run:
             step=self.step_count, skipped=outcome.skipped, grad_norm=outcome.grad_norm
         )
         self.events.publish(ended)
+        self._half_ended = False
         if self.trace.on:
             self.trace.instant("step_ended", step=self.step_count)
             self._flush_trace()
@@ -279,6 +298,18 @@ class Run:
         self._stop_if_asked()
         self.events.raise_pending()
         return ended
+
+    def _update_scale(self) -> None:
+        """After all that was scaled by it is unscaled: Runs may share a scaler and a backward."""
+        scaler = self.scaler
+        if scaler is None or not scaler.is_enabled():
+            return
+        others = [run for run in _open if run is not self and run.scaler is scaler]
+        states = scaler._per_optimizer_states.values()
+        if any(state["found_inf_per_device"] for state in states) and not any(
+            run._engine.begun for run in others
+        ):
+            scaler.update()
 
     def _stop_if_asked(self) -> None:
         try:
@@ -322,6 +353,7 @@ class Run:
         self._check_open()
         self._engine.resume_at(step + 1)
         self.step_count = step
+        self._half_ended = False
 
     # -- forks -------------------------------------------------------------------------------
 
@@ -440,11 +472,16 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        _open.discard(self)
         self._at_exit.forget()
         error = error or self.group.board.uncaught
         stopped = self._stopping.stopped
         if isinstance(error, Stopped):
             error = None  # an ending all ranks agreed on: nobody failed
+        if isinstance(error, GeneratorExit) or (
+            isinstance(error, SystemExit) and error.code in (None, 0)
+        ):
+            error = None  # the script ends, and says that all is well
         self._stopping.close()
         self._abandon_fork()
         if self._donor is not None:
@@ -567,3 +604,8 @@ def _facts(
             "launcher": group.launch.launcher,
         },
     }
+
+
+def _last_whole_step(run: Run | None) -> int | None:
+    """The step whose state a Run has; None in the middle of one."""
+    return None if run is None or run._engine.begun else run.step_count

@@ -424,3 +424,75 @@ def test_the_environment_may_say_steps_or_time(monkeypatch: pytest.MonkeyPatch) 
     assert resolve(CheckpointSettings, "checkpoint", {}).value.steps == 50
     monkeypatch.setenv("SAPWOOD_EVERY", "10min")
     assert resolve(CheckpointSettings, "checkpoint", {}).value.seconds == 600
+
+
+# -- several Runs ------------------------------------------------------------------------------
+
+
+def two_runs(folder: Path, backward_first: bool) -> tuple[list[int], list[int], bool, list[str]]:
+    """Two trainings in one loop, as a GAN has; the steps they were stopped at, and restored to."""
+    trainings = [Training(folder / name) for name in "dg"]
+    savers = [
+        sapwood.Checkpointer(t.run, folder / name / "ckpts", engine="sync")
+        for t, name in zip(trainings, "dg", strict=True)
+    ]
+
+    def forward_and_backward(training: Training) -> None:
+        x, y = batch(training.run.step_count, training.rank)
+        F.cross_entropy(training.run.model(x), y).backward()
+
+    def loop() -> None:
+        while True:
+            for training in reversed(trainings) if backward_first else ():
+                forward_and_backward(training)
+            for training in trainings:
+                if not backward_first:
+                    forward_and_backward(training)
+                if training.run.step_count == 3 and training is trainings[0]:
+                    signal_me()
+                training.run.step()
+                time.sleep(0.01)
+
+    with listening() as heard, pytest.raises(sapwood.Stopped) as caught:
+        loop()
+    stopped = [t.run.step_count for t in trainings]
+    for one in (*savers, *trainings):
+        one.close()
+    restored = []
+    for name in "dg":
+        training = Training(folder / name)
+        with sapwood.Checkpointer(training.run, folder / name / "ckpts", engine="sync") as saver:
+            found = saver.restore_latest()
+        restored.append(-1 if found is None else found.step)
+        training.close()
+    return stopped, restored, caught.value.saved, heard
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_runs_of_a_process_are_saved(tmp_path: Path, world: int) -> None:
+    for stopped, restored, saved, _ in ranks.spawn(two_runs, world, tmp_path, False):
+        assert restored == stopped
+        assert min(stopped) >= 3
+        assert saved
+
+
+def test_a_run_in_the_middle_of_a_step_is_not_saved_and_that_is_said(tmp_path: Path) -> None:
+    ((stopped, restored, saved, heard),) = ranks.spawn(two_runs, 1, tmp_path, True)
+    assert restored == [stopped[0], -1]
+    assert not saved
+    assert any("in the middle of a step" in line for line in heard)
+
+
+def only_listens(folder: Path) -> tuple[bool, list[str]]:
+    training = Training(folder)
+    training.run.events.subscribe(sapwood.RunStopping, lambda event: None, name="flush")
+    with listening() as heard, pytest.raises(sapwood.Stopped) as caught:
+        train(training, lambda step: signal_me())
+    training.close()
+    return caught.value.saved, heard
+
+
+def test_who_only_listens_saves_nothing(tmp_path: Path) -> None:
+    ((saved, heard),) = ranks.spawn(only_listens, 1, tmp_path)
+    assert not saved
+    assert "step 1 is not saved: the run has no Checkpointer" in heard

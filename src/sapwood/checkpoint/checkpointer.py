@@ -267,6 +267,7 @@ class Checkpointer:
                 or "the time to wait is over, and the engine "
                 "goes on with it alone as long as it is let",
             )
+        event.saved.extend(lasting)
         if not lasting:
             raise CheckpointError(
                 f"step {event.step} was not durable in time; if it does not become so, a restart "

@@ -84,11 +84,15 @@ def _take(number: signal.Signals) -> bool:
     if there is _handle:
         return True
     if there is signal.SIG_IGN:
-        log.info("%s is ignored in this process, and stays so: it stops no run", number.name)
+        log.warning("%s is ignored in this process, and stays so: it stops no run", number.name)
         return False
     if there in (signal.SIG_DFL, None) and _caught(number):
         # Python cannot put it back (faulthandler, MPI and other C libraries).
-        log.info("%s has a handler that is not Python's, and keeps it", number.name)
+        log.warning(
+            "%s has a handler that is not Python's (faulthandler's, MPI's) and keeps it: it stops "
+            "no run; name another signal in stop_signals=",
+            number.name,
+        )
         return False
     _before[number] = there
     _first.pop(number, None)

@@ -10,7 +10,9 @@ import logging
 import os
 import signal
 import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sapwood.errors import ConfigError, SapwoodError, SubscriberError
@@ -102,14 +104,25 @@ def check_time_left(settings: StopSettings) -> None:
         raise Stopped(step=0, reason=reason, saved=False, final=True)
 
 
+_living: weakref.WeakSet[Stopping] = weakref.WeakSet()
+"""Of all Runs in this process."""
+
+
 class Stopping:
     """Sees that a run stops when it is asked to; a part of ``Run``, which closes it."""
 
-    def __init__(self, group: Group, events: EventBus, settings: StopSettings) -> None:
-        """Listen from now on."""
+    def __init__(
+        self,
+        group: Group,
+        events: EventBus,
+        settings: StopSettings,
+        last_whole_step: Callable[[], int | None],
+    ) -> None:
+        """Listen from now on; ``last_whole_step`` is None in the middle of a step."""
         self.stopped: Stopped | None = None
         """What ended the run, once it has."""
         self._group, self._events, self._settings = group, events, settings
+        self._last_whole_step = last_whole_step
         self._timeout = parse_seconds(settings.stop_timeout, "stop_timeout")
         left = settings.seconds_left()
         self._limit = None if left is None else time.monotonic() + left
@@ -127,6 +140,7 @@ class Stopping:
             hopeless=self._give_up,
         )
         self._listening = listen(settings.signals, self._heard)
+        _living.add(self)
 
     @property
     def asked(self) -> bool:
@@ -157,6 +171,7 @@ class Stopping:
 
     def close(self) -> None:
         """Listen no more; the handlers that were there before come back."""
+        _living.discard(self)
         self._agreed.close()
         self._listening.close()
         if self.stopped is None:
@@ -197,22 +212,43 @@ class Stopping:
 
     def _stop(self, step: int) -> None:
         reason = self._agreed.reason or "asked to"
-        saves = self._events.wants(RunStopping)
         if self._group.rank == 0:
+            saves = self._events.wants(RunStopping)
             how = "saving first" if saves else "without saving: the run has no Checkpointer"
             log.warning("stopping after step %d, %s (%s)", step, how, reason)
         deadline = time.monotonic() + self._timeout
         self._note.write(needs=self._timeout, until=time.time() + self._timeout)
-        saved = self._save(RunStopping(step=step, reason=reason, deadline=deadline)) and saves
+        # Other Runs of this process, which all ranks have brought to the same point as well: the
+        # process ends for them, too.
+        others = {one: one._last_whole_step() for one in _living if one is not self}
+        saved = self._save(RunStopping(step=step, reason=reason, deadline=deadline))
+        for other, last in others.items():
+            saved = other._save_beside(last, reason, deadline) and saved
         saved = self._meet(deadline, saved=saved)
-        # A launcher that sees the first rank end asks the others to: they are about to.
-        self._listening.deaf = True
         final = reason.startswith(_LIMIT)
         self._note.write(needs=self._timeout, stopped=step, saved=saved, reason=reason, final=final)
         self.stopped = Stopped(step=step, reason=reason, saved=saved, final=final)
+        for other, last in others.items():
+            other.stopped = Stopped(step=last or 0, reason=reason, saved=saved, final=final)
+        for one in (self, *others):
+            # A launcher that sees the first rank end asks the others to: they are about to.
+            one._listening.deaf = True
         raise self.stopped
 
+    def _save_beside(self, step: int | None, reason: str, deadline: float) -> bool:
+        """Save this Run, because another one of this process stops; False if it is not saved."""
+        if not self._events.wants(RunStopping):
+            return True
+        if step is None:
+            log.warning(
+                "another Run of this process is in the middle of a step, so it is not saved: a "
+                "restart goes on from its last checkpoint"
+            )
+            return False
+        return self._save(RunStopping(step=step, reason=reason, deadline=deadline))
+
     def _save(self, event: RunStopping) -> bool:
+        """Whether somebody saved the step, and nobody failed."""
         try:
             self._events.raise_pending()
         except SubscriberError as error:
@@ -223,7 +259,9 @@ class Stopping:
         except SubscriberError as error:
             log.error("step %d may not be saved: %s", event.step, error.__cause__ or error)
             return False
-        return True
+        if not event.saved and self._group.rank == 0 and self._events.wants(RunStopping):
+            log.warning("step %d is not saved: the run has no Checkpointer", event.step)
+        return bool(event.saved)
 
     def _meet(self, deadline: float, *, saved: bool) -> bool:
         """Wait for all ranks, so that none is ended for another's exit before it has saved.

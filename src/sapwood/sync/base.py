@@ -94,6 +94,13 @@ class SyncStats:
     fence_seconds: dict[str, float] = field(default_factory=dict)
     """Time updates waited for holds, by owner."""
 
+    def count_step(self, updated_at: Sequence[int], last_gradient: int) -> None:
+        """A step has ended; when its buckets were updated, and when its last gradient came."""
+        early = sum(at < last_gradient for at in updated_at)
+        self.steps += 1
+        self.early_updates += early
+        self.last_early_share = early / max(len(updated_at), 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
@@ -134,6 +141,11 @@ class Synchroniser(Protocol):
     stats: SyncStats
     accumulating: bool
     """While True, backward only adds to the local gradients."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether weights may be ahead of the last step that ended: a backward came since then."""
+        ...
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:

@@ -24,7 +24,7 @@ class Slot:
     """One parameter's place in a bucket."""
 
     __slots__ = (
-        *("bucket", "filled", "given", "gradient", "index"),
+        *("bucket", "filled", "given", "gradient", "handed", "index"),
         *("name", "parameter", "place", "taken"),
     )
 
@@ -44,6 +44,9 @@ class Slot:
         """Its hook was called in this backward."""
         self.taken = False
         """``given`` holds this step's gradient."""
+        self.handed: tuple[Tensor, int] | None = None
+        """What autograd made and ``given`` was filled with, and its version: it stays in ``p.grad``
+        until the average takes its place, and must not change."""
 
 
 class Bucket:
@@ -133,6 +136,7 @@ class Bucket:
         self.present = []
         for slot in self.slots:
             slot.filled = slot.taken = False
+            slot.handed = None
 
     def take(self, slot: Slot) -> None:
         """Take a gradient that is complete, while it is in the cache.
@@ -155,8 +159,12 @@ class Bucket:
         assert slot.given is not None
         _check_usable(slot, gradient)
         torch.mul(gradient, self._scale, out=slot.given)
-        slot.parameter.grad = slot.gradient
         slot.taken = True
+        if self._private and gradient is not slot.gradient:  # else kept, and put back
+            # Hooks of other layers may look at it until its average is there: not at a share of it.
+            slot.handed = gradient, gradient._version
+        else:
+            slot.parameter.grad = slot.gradient
 
     def seal(self, status: Sequence[float] = ()) -> None:
         """Take this rank's gradients, scaled so that the sum over ranks is the mean.
@@ -178,7 +186,7 @@ class Bucket:
                 slot.given.zero_()
                 self._flags[position] = 0.0
                 self._complete = False
-            elif not slot.taken or gradient is not slot.gradient:
+            elif not slot.taken or (gradient is not slot.gradient and slot.handed is None):
                 self._give(slot, gradient)
 
     def _seal_alone(self, status: Sequence[float]) -> None:
@@ -194,8 +202,16 @@ class Bucket:
         """Work on one rank, in the memory autograd makes; ``private`` as in ``use``."""
         self._private = private
 
-    def settle(self) -> list[Slot]:
-        """After the sum: point every gradient at its average; the slots no rank had one for."""
+    @property
+    def complete(self) -> bool:
+        """Whether this rank had a gradient for every parameter."""
+        return self._complete or self._memory is None
+
+    def settle(self, *, show: bool = True) -> list[Slot]:
+        """After the sum: point every gradient at its average; the slots no rank had one for.
+
+        Without ``show`` that is left to a call of ``show``, when back-propagation has ended.
+        """
         if self._memory is None or self._summed_flags is None:
             self.present = [s for s in self.slots if s.parameter.grad is not None]
             return [s for s in self.slots if s.parameter.grad is None]
@@ -205,16 +221,25 @@ class Bucket:
             self._memory.contribution.copy_(self._memory.average)
             self._versions = self._read_versions()
         if self._complete and all(flag > 0 for flag in flags[: len(self.slots)]):
-            self.present = self.slots
-            return []
-        absent: list[Slot] = []
-        self.present = []
-        for flag, slot in zip(flags, self.slots, strict=False):
-            # What the user has set since stays, to be noticed: ``seal`` left None where none came.
-            if flag > 0 and not slot.taken and slot.parameter.grad is None:
-                slot.parameter.grad = slot.gradient
-            (self.present if flag > 0 else absent).append(slot)
+            self.present, absent = self.slots, []
+        else:
+            pairs = list(zip(flags, self.slots, strict=False))
+            self.present = [slot for flag, slot in pairs if flag > 0]
+            absent = [slot for flag, slot in pairs if flag <= 0]
+        if show:
+            self.show()
         return absent
+
+    def show(self) -> None:
+        """Point the gradients at their averages, if that was not done yet."""
+        if self._memory is None or (self.present is self.slots and not self._private):
+            return
+        for slot in self.present:
+            if slot.handed is not None:
+                slot.handed, slot.parameter.grad = None, slot.gradient
+            elif not slot.taken and slot.parameter.grad is None:
+                # What the user has set since stays, to be noticed: ``seal`` left None there.
+                slot.parameter.grad = slot.gradient
 
     def ready(self) -> Ready | None:
         """What can be applied now; None if no rank had a gradient."""
@@ -273,9 +298,15 @@ class Bucket:
         return any(s.parameter.grad is not None for s in self.slots if s.index not in present)
 
     def meddled(self) -> bool:
-        """Whether somebody changed a private gradient that was handed over in this step."""
-        handed_over = self._private and bool(self._versions)
-        return handed_over and self._versions != self._read_versions()
+        """Whether somebody changed a private gradient that was handed over, or put another."""
+        if not self._private or not self._versions:
+            return False
+        for slot in self.slots:
+            if slot.handed is not None:
+                gradient, version = slot.handed
+                if slot.parameter.grad is not gradient or gradient._version != version:
+                    return True
+        return self._versions != self._read_versions()
 
     def _read_versions(self) -> list[int]:
         if self._memory is not None:  # its views share one counter
@@ -306,7 +337,7 @@ class Bucket:
                 if gradient is not None and gradient is slot.gradient:
                     slot.parameter.grad = gradient.clone()
                 # Slots and buckets refer to each other: the collector alone would end them.
-                slot.given = slot.gradient = None
+                slot.given = slot.gradient = slot.handed = None
         self._memory = self._flags = self._summed_flags = self._settle = None
 
     def _offsets(self) -> list[int]:

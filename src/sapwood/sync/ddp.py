@@ -27,6 +27,7 @@ from sapwood.sync.deferred import apply_all
 from sapwood.sync.gradients import changed_behind, present_as
 from sapwood.sync.guard import BackwardGuard, in_backward, nested
 from sapwood.sync.hooks import ModuleHook
+from sapwood.sync.members import Members
 from sapwood.sync.optim import OptimizerView
 from sapwood.sync.reads import WeightReads
 from sapwood.sync.refusals import FORGOTTEN, option_changed, weight_changed
@@ -54,6 +55,7 @@ class Ddp:
                 bucket_cap_mb=settings.bucket_mb or 25.0,
             )
         self.model: nn.Module = self._wrapped
+        self._members = Members(context.model, context.views.optimizer)
         self._index = {id(p): i for i, p in enumerate(context.parameters)}
         self._updater = Updater(context, self.stats)
         if context.mode == "layerwise":
@@ -83,6 +85,11 @@ class Ddp:
     @accumulating.setter
     def accumulating(self, value: bool) -> None:
         self._wrapped.require_backward_grad_sync = not value
+
+    @property
+    def begun(self) -> bool:
+        """Whether weights may be ahead of the last step that ended."""
+        return self._in_step
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -138,10 +145,7 @@ class Ddp:
             outcome = apply_all(self._context, self._updater, self._ready)
         self._buffers.finish(self._updater.step, agree=self._must_agree_on_buffers())
         self._note_layout()
-        early = sum(at < self._last_gradient for at in self._updated_at)
-        self.stats.steps += 1
-        self.stats.early_updates += early
-        self.stats.last_early_share = early / max(len(self._updated_at), 1)
+        self.stats.count_step(self._updated_at, self._last_gradient)
         for parameter in self._context.parameters:
             parameter.grad = None
         self._ready, self._updated_at, self._in_step = [], [], False
@@ -165,7 +169,7 @@ class Ddp:
         for handle in self._handles:
             handle.remove()
         if self._updater.reads is not None:
-            self._updater.reads.end_backward()
+            self._updater.reads.close()
         self._worker.close(timeout=5.0)
         self._context.averaging.averager.close()
 
@@ -207,6 +211,12 @@ class Ddp:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if in_backward() or not torch.is_grad_enabled():
             return
+        if self._members.changed():
+            raise self._broken(
+                "parameters were frozen, unfrozen or given to the optimizer after the Run was "
+                "made, which DistributedDataParallel does not follow: use engine='layerwise', or "
+                "make a new Run"
+            )
         self._forward_seen = True
         if self._updater.reads is not None:
             self._updater.reads.start_forward()
@@ -243,6 +253,7 @@ class Ddp:
         if self._in_step:
             raise self._broken(FORGOTTEN)
         self._in_step = self._in_backward = True
+        self._context.group.step = self._updater.step
         self._context.views.follow()
         self._armed = False
         reads = self._updater.reads
@@ -300,16 +311,7 @@ class Ddp:
                 raise self._error
             with self._updater.lane.active():
                 pending.wait()
-                if self._context.trace.on:
-                    self._context.trace.complete(
-                        "reduce",
-                        launched,
-                        time.perf_counter_ns(),
-                        lane="comm",
-                        step=self._updater.step,
-                        bucket=number,
-                        bytes=flat.numel() * flat.element_size(),
-                    )
+                self._updater.trace_reduced(number, launched, flat.nbytes)
                 ready = Ready(number, self._view(indices), indices)
                 self._ready.append(ready)
                 if self._context.mode == "layerwise":

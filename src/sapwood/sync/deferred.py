@@ -14,15 +14,16 @@ __all__ = ["apply_all"]
 
 
 def apply_all(context: Context, updater: Updater, ready: Sequence[Ready]) -> StepOutcome:
-    """Unscale, clip, then update bucket by bucket, with the same events as during backward."""
+    """Unscale, clip, then update bucket by bucket, with the same events as during backward.
+
+    The scale itself is left as it is: other Runs may still have to unscale with it.
+    """
     if not ready:
         return StepOutcome(skipped=True)
     overflow = _unscale(context)
     norm = _clip(context)
     if not overflow:
         _update(context, updater, ready)
-    if context.scaler is not None:
-        context.scaler.update()
     return StepOutcome(skipped=overflow, grad_norm=norm)
 
 

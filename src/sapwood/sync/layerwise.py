@@ -12,7 +12,6 @@ cleared flags, so no rank ever waits for a collective another rank does not send
 from __future__ import annotations
 
 import enum
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sapwood.errors import PeerFailed, UsageError
-from sapwood.events import PlanChanged, TensorUpdated
+from sapwood.events import TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.worker import Worker
 from sapwood.sync import refusals
@@ -37,14 +36,13 @@ from sapwood.sync.hooks import GradientHooks, ModuleHook
 from sapwood.sync.members import Members
 from sapwood.sync.order import graph_roots, joint_order, ready_order
 from sapwood.sync.plan import Plan
-from sapwood.sync.planning import agree_plan, observed_order
+from sapwood.sync.planning import agree_plan, announce_plan, observed_order
 from sapwood.sync.reads import WeightReads
 from sapwood.sync.replan import Replanner
 from sapwood.sync.updates import Updater
 
 __all__ = ["Layerwise"]
 
-log = logging.getLogger(__name__)
 
 _NOT_PLANNED, _DISORDER, _BUFFERS = 0, 1, 2  # places of the status flags in the last bucket
 
@@ -96,11 +94,14 @@ class Layerwise:
         self._nested_pass = -1
         self._step_start = 0.0
         self._forward_start = self._forward_end = self._last_gradient = 0
-        self._updated_at: list[int] = []
-        self._absent: list[int] = []
-        self._woken: list[int] = []
+        self._updated_at, self._absent, self._woken = list[int](), list[int](), list[int]()
 
     # -- the contract ------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Whether weights may be ahead of the last step that ended."""
+        return self._phase is not _Phase.IDLE
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -154,6 +155,7 @@ class Layerwise:
             bucket.reset()
         if self._reads is not None:
             self._reads.end_step()
+        self._watching.clear()  # a forward that was interrupted never ended
         # On every rank in every step, or trials would not end together.
         self._tuner.note(time.perf_counter() - self._step_start if self._forward_seen else None)
         self._phase = _Phase.IDLE
@@ -165,8 +167,10 @@ class Layerwise:
         """Remove hooks and end the worker."""
         self._detach()
         if self._reads is not None:
-            self._reads.end_backward()
-        self._worker.close(timeout=self._context.settings.timeout if self._healthy() else 1.0)
+            self._reads.close()
+        # A rank that failed must not wait for others, which may be long in coming.
+        waits = self._healthy() and not self._context.group.board.posted
+        self._worker.close(timeout=self._context.settings.timeout if waits else 1.0)
         self._names = self.buckets
         self._release_buckets()
         self._averager.close()
@@ -348,13 +352,20 @@ class Layerwise:
         # A rank without a batch has not seen whether weights are read late.
         self._careful = self._careful and not self._fired
         self._worker.submit(self._update_withheld)
+        wait = self._show_averages
         if self._context.mode == "layerwise" and self._keeps_gradients:
-            return
+            if not flags[0] and all(bucket.complete for bucket in self._planned):
+                return  # whoever looks at an average waits for it
+            wait = self._wait_in_backward  # but some gradients are not averages yet, or not there
         if in_backward():
             # Another Run that shares this backward must have sent its gradients before we wait.
-            BackwardGuard(self._show_averages, self._aborted).arm()
+            BackwardGuard(wait, self._aborted).arm()
         else:
-            self._show_averages()
+            wait()
+
+    def _wait_in_backward(self) -> None:
+        with self._breaking():
+            self.wait()
 
     def _show_averages(self) -> None:
         """``p.grad`` is this rank's own: it may be looked at, clipped or changed from now on."""
@@ -363,6 +374,7 @@ class Layerwise:
             assert self._buckets is not None
             for bucket in self._buckets:
                 self._refuse_meddling(bucket)
+                bucket.show()
                 bucket.note_shown()
 
     def _refuse_meddling(self, bucket: Bucket) -> None:
@@ -378,24 +390,15 @@ class Layerwise:
     def _aborted(self) -> None:
         if self._reads is not None:
             self._reads.end_backward()
-        self._broken(refusals.ABORTED)
+        if self._phase is not _Phase.BROKEN:  # else that is why
+            self._broken(refusals.ABORTED)
 
     # -- worker ------------------------------------------------------------------------------
 
     def _reduced(self, bucket: Bucket, pending: Pending, launched: int) -> None:
         with self._updater.lane.active():
             pending.wait()
-            trace = self._context.trace
-            if trace.on:
-                trace.complete(
-                    "reduce",
-                    launched,
-                    time.perf_counter_ns(),
-                    lane="comm",
-                    step=self._updater.step,
-                    bucket=bucket.number,
-                    bytes=bucket.nbytes,
-                )
+            self._updater.trace_reduced(bucket.number, launched, bucket.nbytes)
             self._averaged(bucket)
 
     def _ready_alone(self, bucket: Bucket) -> None:
@@ -404,8 +407,9 @@ class Layerwise:
 
     def _averaged(self, bucket: Bucket) -> None:
         self._refuse_meddling(bucket)
-        self._absent += [slot.index for slot in bucket.settle()]
-        if self._context.mode == "layerwise":
+        late = self._context.mode != "layerwise"  # then shown when back-propagation has ended
+        self._absent += [slot.index for slot in bucket.settle(show=not late)]
+        if not late:
             if self._must_wait(bucket):
                 self._withheld.append(bucket)
             else:
@@ -434,6 +438,7 @@ class Layerwise:
         ready = bucket.ready()
         if ready is None:
             return
+        self._updater.pass_fence(bucket.number)  # first: others may go on while this one waits
         if self._keeps_gradients and bucket.written():
             raise self._broken(refusals.gradient_changed(bucket.number, bucket.names))
         self._refuse_meddling(bucket)
@@ -441,7 +446,8 @@ class Layerwise:
         if moved is not None:
             raise self._broken(refusals.weight_changed(moved))
         self._updated_at.append(self._updater.update(ready))
-        bucket.note_versions()  # the optimizer may have written to gradients of this rank's own
+        if not self._keeps_gradients:  # the optimizer may have written to this rank's own
+            bucket.note_versions()
 
     def _reduce_dormant(self) -> None:
         """Some rank has gradients outside the plan: all ranks know, and average them now."""
@@ -482,10 +488,7 @@ class Layerwise:
             raise self._broken(replaced)
 
     def _count(self) -> None:
-        self.stats.steps += 1
-        early = sum(at < self._last_gradient for at in self._updated_at)
-        self.stats.early_updates += early
-        self.stats.last_early_share = early / max(len(self._updated_at), 1)
+        self.stats.count_step(self._updated_at, self._last_gradient)
         assert self._plan is not None
         fitted = self._replanner.note(
             self._absent, self._woken, disorder=self._disorder, empty_plan=not self._plan.buckets
@@ -504,7 +507,8 @@ class Layerwise:
             context.group.check_same("set of trained parameters", context.names)
             mine = self._predicted
         else:
-            mine = observed_order(self._plan, self._fired, self._replanner.silent())
+            came = [*self._fired, *self._woken]  # those of accumulating passes had no hook
+            mine = observed_order(self._plan, came, self._replanner.silent())
         self._predicted = []
         self._plan = agree_plan(context, mine, reason)
         self._updater.pass_all_fences()
@@ -515,13 +519,7 @@ class Layerwise:
         self._replanner.planned()
         self._tuner.planned()
         self.stats.plans += 1
-        log.info("planned %d buckets: %s", len(self._plan.buckets), reason)
-        if context.trace.on:
-            count = len(self._plan.buckets)
-            context.trace.instant("plan", step=self._updater.step, buckets=count, reason=reason)
-        context.events.publish(
-            PlanChanged(step=self._updater.step, buckets=self.buckets, reason=reason)
-        )
+        announce_plan(context, self._updater.step, self.buckets, reason)
 
     def _release_buckets(self) -> None:
         """Give up their memory now, as shared memory stays mapped for as long as views of it exist.

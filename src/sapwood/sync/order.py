@@ -17,6 +17,8 @@ from torch.autograd.graph import Node
 
 __all__ = ["graph_roots", "joint_order", "ready_order"]
 
+_LEAF = "torch::autograd::AccumulateGrad"
+
 
 def graph_roots(output: object) -> list[Node]:
     """The autograd nodes of all tensors in a model's output, however nested."""
@@ -46,7 +48,8 @@ def ready_order(roots: Iterable[Node], parameters: Sequence[Tensor]) -> list[int
     order: list[int] = []
     while heap:
         node = heapq.heappop(heap)[2]
-        leaf = getattr(node, "variable", None)
+        # A Function of the user's may have an attribute of that name, too.
+        leaf = getattr(node, "variable", None) if node.name() == _LEAF else None
         if leaf is not None and id(leaf) in index:
             order.append(index[id(leaf)])
         for child, _ in node.next_functions:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 
-from sapwood.events import TensorUpdated
+from sapwood.events import PlanChanged, TensorUpdated
 from sapwood.sync.base import Context
 from sapwood.sync.plan import Plan, agree_order, lay_out
 
-__all__ = ["agree_plan", "observed_order"]
+__all__ = ["agree_plan", "announce_plan", "observed_order"]
+
+log = logging.getLogger(__name__)
 
 
 def agree_plan(context: Context, mine: Sequence[int], reason: str) -> Plan:
@@ -25,6 +28,18 @@ def agree_plan(context: Context, mine: Sequence[int], reason: str) -> Plan:
         bucket_bytes=int(tuner.choice.bucket_mb * 2**20),
         reason=reason,
     )
+
+
+def announce_plan(
+    context: Context, step: int, buckets: tuple[tuple[str, ...], ...], reason: str
+) -> None:
+    """Tell of a plan in the log, in the trace and to subscribers, with what was measured for it."""
+    learned = context.tuner.learned
+    log.info("planned %d buckets: %s%s", len(buckets), reason, f" ({learned})" if learned else "")
+    if context.trace.on:
+        count = len(buckets)
+        context.trace.instant("plan", step=step, buckets=count, reason=reason, learned=learned)
+    context.events.publish(PlanChanged(step=step, buckets=buckets, reason=reason))
 
 
 def observed_order(plan: Plan, fired: Iterable[int], leaving: Collection[int]) -> list[int]:

@@ -131,9 +131,16 @@ class WeightReads:
                 parameter.__class__ = kind
             self._sealed.clear()
 
+    def close(self) -> None:
+        """Watch nothing any more, whatever was under way."""
+        self.end_backward()
+        self.end_step()
+
     def end_step(self) -> None:
         """What this step's forwards did says nothing about the next."""
         self._in_forward.clear()
+        self._forwards = min(self._forwards, 1)  # one that was interrupted never ended
+        self.end_forward()
 
     def say_new(self, why: str) -> None:
         """Log which weights became late, once for each."""

@@ -79,6 +79,13 @@ class Updater:
             trace.instant("tensor_updated", lane="update", step=self.step, bucket=bucket)
         return done
 
+    def trace_reduced(self, bucket: int, launched: int, nbytes: int) -> None:
+        """Leave a span for an average that has just come."""
+        trace = self._context.trace
+        if trace.on:
+            facts = {"step": self.step, "bucket": bucket, "bytes": nbytes}
+            trace.complete("reduce", launched, time.perf_counter_ns(), lane="comm", **facts)
+
     def changed_weight(self) -> str | None:
         """The name of a parameter that somebody changed after its update in this step."""
         parameters = self._context.parameters
