@@ -26,6 +26,7 @@ NODE = "SAPWOOD_NODE"
 # Below the ports Linux gives to outgoing connections, and beside those a launcher may choose.
 _PORTS = range(10240, 20000)
 _TRIES = 50
+_DICE = random.SystemRandom()  # the training's own random numbers are not ours to draw
 
 
 def find_nodes(group: Group) -> NodeMap:
@@ -52,7 +53,7 @@ def find_peers(group: Group, nodes: NodeMap, specs: Sequence[TierSpec]) -> NodeM
 def _free_address() -> str:
     host = own_host()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in random.sample(_PORTS, _TRIES):
+    for port in _DICE.sample(_PORTS, _TRIES):
         with closing(socket.socket(family)) as trial:
             try:
                 trial.bind((host, port))

@@ -28,6 +28,7 @@ __all__ = ["CopyPart", "DataPart", "Multipart", "OpenUpload", "UploadGoneError"]
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 5.0
+_DICE = random.SystemRandom()  # the training's own random numbers are not ours to draw
 _BUSY = (408, 429, 500, 502, 503, 504)
 _CODES = {"NoSuchBucket": "no bucket", "AccessDenied": "denied"}
 
@@ -159,7 +160,7 @@ class Multipart:
                     raise problem
             if left == 0:
                 raise problem
-            time.sleep(random.uniform(0.5, 1.0) * pause)  # not all engines at the same moment
+            time.sleep(_DICE.uniform(0.5, 1.0) * pause)  # not all engines at the same moment
             pause = min(2 * pause, _LAST_PAUSE)
         raise AssertionError("unreachable")
 
