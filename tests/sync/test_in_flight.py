@@ -47,23 +47,20 @@ def start(model: nn.Module, **settings: Any) -> sapwood.Run:
 # -- a private gradient that was handed over ---------------------------------------------------
 
 
-def by_another_layers_hook(deed: str) -> tuple[str, float, float]:
-    """What was refused, what the hook saw, and the gradient this rank had."""
-    model, seen = layers(), []
+def by_another_layers_hook(deed: str) -> str:
+    """What was refused."""
+    model = layers()
     last = model[2].weight
 
     def hook(_: Tensor) -> None:
         assert last.grad is not None
         time.sleep(0.05)  # its average may have come
-        seen.append(float(last.grad[0, 0]))
-        if rank() == 0 and deed == "drop":
-            last.grad = None
-        elif rank() == 0 and deed == "replace":
-            last.grad = last.grad * 0.5
+        if deed == "look":
+            float(last.grad[0, 0])
+        elif rank() == 0:
+            last.grad = None if deed == "drop" else torch.ones(2, 2)
 
     model[0].weight.register_post_accumulate_grad_hook(hook)
-    plain = layers()
-    (plain(ONES).sum() * (1 + rank())).backward()
     said = ""
     with start(model, update="deferred") as run:
         try:
@@ -71,19 +68,19 @@ def by_another_layers_hook(deed: str) -> tuple[str, float, float]:
             run.step()
         except (UsageError, sapwood.SapwoodError) as error:
             said = str(error)
-    return said, seen[0], float(plain[2].weight.grad[0, 0])
+    return said
 
 
 @pytest.mark.parametrize("deed", ["drop", "replace"])
 def test_a_gradient_that_is_on_its_way_is_not_dropped_or_replaced_unnoticed(deed: str) -> None:
-    (said, _, _), _ = ranks.spawn(by_another_layers_hook, 2, deed)
+    said, _ = ranks.spawn(by_another_layers_hook, 2, deed)
     assert "handed over" in said
 
 
-def test_a_hook_that_looks_at_another_layers_gradient_sees_it_whole() -> None:
-    for said, seen, whole in ranks.spawn(by_another_layers_hook, 2, "look"):
-        assert said == ""
-        assert seen == pytest.approx(whole)
+def test_a_hook_that_looks_at_another_layers_gradient_is_refused() -> None:
+    """It would see a share of it, or half its average."""
+    for said in ranks.spawn(by_another_layers_hook, 2, "look"):
+        assert "is looked at during back-propagation" in said or "failed" in said
 
 
 # -- gradients outside the plan ----------------------------------------------------------------

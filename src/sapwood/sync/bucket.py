@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sapwood.errors import UsageError
 from sapwood.sync.averaging import BucketMemory
-from sapwood.sync.gradients import changed_behind, forget, present_as
+from sapwood.sync.gradients import as_plain, changed_behind, forget, present_as
 from sapwood.sync.optim import OptimizerView
 from sapwood.sync.updates import Ready
 
@@ -44,9 +44,8 @@ class Slot:
         """Its hook was called in this backward."""
         self.taken = False
         """``given`` holds this step's gradient."""
-        self.handed: tuple[Tensor, int] | None = None
-        """What autograd made and ``given`` was filled with, and its version: it stays in ``p.grad``
-        until the average takes its place, and must not change."""
+        self.handed = False
+        """``gradient`` is a rank's own, and its average is on its way."""
 
 
 class Bucket:
@@ -135,8 +134,7 @@ class Bucket:
         self.missing = len(self.slots)
         self.present = []
         for slot in self.slots:
-            slot.filled = slot.taken = False
-            slot.handed = None
+            slot.filled = slot.taken = slot.handed = False
 
     def take(self, slot: Slot) -> None:
         """Take a gradient that is complete, while it is in the cache.
@@ -160,11 +158,12 @@ class Bucket:
         _check_usable(slot, gradient)
         torch.mul(gradient, self._scale, out=slot.given)
         slot.taken = True
-        if self._private and gradient is not slot.gradient:  # else kept, and put back
-            # Hooks of other layers may look at it until its average is there: not at a share of it.
-            slot.handed = gradient, gradient._version
-        else:
-            slot.parameter.grad = slot.gradient
+        slot.parameter.grad = slot.gradient
+        if self._private:
+            # Not to be looked at by hooks of other layers: it is a share of the average, or half it.
+            slot.handed = True
+            assert slot.gradient is not None
+            present_as(slot.gradient, self._settle)
 
     def seal(self, status: Sequence[float] = ()) -> None:
         """Take this rank's gradients, scaled so that the sum over ranks is the mean.
@@ -186,7 +185,7 @@ class Bucket:
                 slot.given.zero_()
                 self._flags[position] = 0.0
                 self._complete = False
-            elif not slot.taken or (gradient is not slot.gradient and slot.handed is None):
+            elif not slot.taken or gradient is not slot.gradient:
                 self._give(slot, gradient)
 
     def _seal_alone(self, status: Sequence[float]) -> None:
@@ -235,8 +234,9 @@ class Bucket:
         if self._memory is None or (self.present is self.slots and not self._private):
             return
         for slot in self.present:
-            if slot.handed is not None:
-                slot.handed, slot.parameter.grad = None, slot.gradient
+            if slot.handed:
+                slot.handed = False
+                slot.gradient = as_plain(slot.gradient)
             elif not slot.taken and slot.parameter.grad is None:
                 # What the user has set since stays, to be noticed: ``seal`` left None there.
                 slot.parameter.grad = slot.gradient
@@ -301,11 +301,8 @@ class Bucket:
         """Whether somebody changed a private gradient that was handed over, or put another."""
         if not self._private or not self._versions:
             return False
-        for slot in self.slots:
-            if slot.handed is not None:
-                gradient, version = slot.handed
-                if slot.parameter.grad is not gradient or gradient._version != version:
-                    return True
+        if any(slot.handed and slot.parameter.grad is not slot.gradient for slot in self.slots):
+            return True
         return self._versions != self._read_versions()
 
     def _read_versions(self) -> list[int]:
@@ -337,7 +334,7 @@ class Bucket:
                 if gradient is not None and gradient is slot.gradient:
                     slot.parameter.grad = gradient.clone()
                 # Slots and buckets refer to each other: the collector alone would end them.
-                slot.given = slot.gradient = slot.handed = None
+                slot.given = slot.gradient = None
         self._memory = self._flags = self._summed_flags = self._settle = None
 
     def _offsets(self) -> list[int]:

@@ -18,7 +18,14 @@ from sapwood.errors import UsageError
 from sapwood.sync.guard import in_backward
 from sapwood.sync.nested import tensors_in
 
-__all__ = ["TOO_EARLY", "AveragedGradient", "changed_behind", "forget", "present_as"]
+__all__ = [
+    "TOO_EARLY",
+    "AveragedGradient",
+    "as_plain",
+    "changed_behind",
+    "forget",
+    "present_as",
+]
 
 _off = torch._C.DisableTorchFunctionSubclass
 # Ways to the memory that version counters do not see.
@@ -40,7 +47,7 @@ _HARMLESS = {
 TOO_EARLY = (
     "p.grad is looked at during back-propagation, when this gradient has been handed over for "
     "averaging; look at it in a hook of the parameter itself, registered before the forward "
-    "(p.register_post_accumulate_grad_hook), after backward(), or use update='deferred'"
+    "(p.register_post_accumulate_grad_hook), or after backward()"
 )
 
 
@@ -87,6 +94,14 @@ def present_as(gradient: Tensor, settle: Callable[[], None] | None) -> Tensor:
     """Turn ``gradient`` into one that belongs to the engine, in place."""
     gradient.__class__ = AveragedGradient
     gradient._settle = settle  # type: ignore[attr-defined]
+    return gradient
+
+
+def as_plain(gradient: Tensor | None) -> Tensor | None:
+    """Give a gradient up that belonged to the engine, in place: it may be changed from now on."""
+    if isinstance(gradient, AveragedGradient):
+        gradient._settle = gradient._before = None
+        gradient.__class__ = Tensor  # type: ignore[assignment]
     return gradient
 
 
