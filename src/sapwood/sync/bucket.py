@@ -160,7 +160,7 @@ class Bucket:
         slot.taken = True
         slot.parameter.grad = slot.gradient
         if self._private:
-            # Not to be looked at by hooks of other layers: it is a share of the average, or half it.
+            # Not for hooks of other layers to look at: it is a share of the average, or half it.
             slot.handed = True
             assert slot.gradient is not None
             present_as(slot.gradient, self._settle)
