@@ -6,13 +6,11 @@ import dataclasses
 import json
 import logging
 import os
-import platform
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from sapwood import trace as tracing
-from sapwood._version import __version__
 from sapwood.checkpoint.settings import CheckpointSettings
 from sapwood.clone.donor import Donor
 from sapwood.clone.forked import Fork, join_fork
@@ -31,7 +28,8 @@ from sapwood.errors import UsageError
 from sapwood.events import EventBus, StepEnded
 from sapwood.runtime import faults
 from sapwood.runtime.ending import AtExit
-from sapwood.runtime.folder import RunFolder, host_facts, new_run_id
+from sapwood.runtime.facts import final_status, run_facts
+from sapwood.runtime.folder import RunFolder, new_run_id
 from sapwood.runtime.group import Group
 from sapwood.runtime.handle import run_state
 from sapwood.runtime.settings import UNSET, Resolved, resolve, warn_of_unknown_variables
@@ -213,7 +211,13 @@ class Run:
         self.id = self._claim.run = group.share_text("run id", run_id or new_run_id())
         self._place = RunFolder(places.value.folder, self.id)
         if group.rank == 0:
-            self._place.create(_facts(group, mode, averaging, places, sync, self.forked_from))
+            layout = {
+                "update": mode,
+                "averaging": averaging.averager.name,
+                "averaging_reason": averaging.reason,
+            }
+            lineage = _lineage(self.forked_from)
+            self._place.create(run_facts(group, (places, sync), layout, lineage))
             self._folder_made = True
             self._place.status("running", 0)
         group.share_text("run folder", "made")
@@ -250,7 +254,7 @@ class Run:
         """The constructor failed: say so to the other ranks and in the folder, and leave."""
         self.group.board.post(f"{type(error).__name__}: {error}")
         if self._folder_made:
-            self._place.status(*_final(0, error, None))
+            self._place.status(*final_status(0, error, None))
         self._abandon_fork()
         engine: Synchroniser | None = vars(self).get("_engine")
         if engine is not None:
@@ -317,7 +321,7 @@ class Run:
         except Stopped as stopped:
             # At once: whoever ends this process next may not let it come to `close`.
             if self.group.rank == 0:
-                self._place.status(*_final(self.step_count, None, stopped))
+                self._place.status(*final_status(self.step_count, None, stopped))
             raise
 
     @property
@@ -494,7 +498,7 @@ class Run:
         self._let_go()
         self.trace.close()
         if self.group.rank == 0:
-            self._place.status(*_final(self.step_count, error, stopped))
+            self._place.status(*final_status(self.step_count, error, stopped))
         self.group.close()
 
     def __del__(self) -> None:
@@ -543,17 +547,6 @@ class Run:
         return lines
 
 
-def _final(
-    step: int, error: BaseException | None, stopped: Stopped | None
-) -> tuple[str, int, str | None]:
-    """How the run folder says that the run is over."""
-    if error is not None:
-        return "failed", step, f"{type(error).__name__}: {error}"
-    if stopped is not None:
-        return "stopped", step, str(stopped)
-    return "ended", step, None
-
-
 def _give_rank0_values(group: Group, model: nn.Module) -> None:
     """What DDP does too: all ranks start from rank 0's parameters and buffers."""
     if group.world == 1:
@@ -569,41 +562,11 @@ def _give_rank0_values(group: Group, model: nn.Module) -> None:
             tensor.copy_(value)
 
 
-def _facts(
-    group: Group,
-    mode: str,
-    averaging: Averaging,
-    places: Resolved[RunSettings],
-    sync: Resolved[SyncSettings],
-    parent: ForkedFrom | None,
-) -> dict[str, Any]:
-    config = {}
-    for resolved in (places, sync):
-        for name, value in dataclasses.asdict(resolved.value).items():
-            entry = {"value": value, "origin": resolved.origins[name]}
-            config[name] = entry
-    lineage: dict[str, Any] = {}
-    if parent is not None:
-        overrides = {path: json.dumps(value) for path, value in parent.overrides.items()}
-        lineage = {"parent": parent.run, "parent_step": parent.step, "overrides": overrides}
-    return {
-        **lineage,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "world": group.world,
-        "host": host_facts(),
-        "versions": {
-            "sapwood": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "config": config,
-        "layout": {
-            "update": mode,
-            "averaging": averaging.averager.name,
-            "averaging_reason": averaging.reason,
-            "launcher": group.launch.launcher,
-        },
-    }
+def _lineage(parent: ForkedFrom | None) -> dict[str, Any]:
+    if parent is None:
+        return {}
+    overrides = {path: json.dumps(value) for path, value in parent.overrides.items()}
+    return {"parent": parent.run, "parent_step": parent.step, "overrides": overrides}
 
 
 def _last_whole_step(run: Run | None) -> int | None:
