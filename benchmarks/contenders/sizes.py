@@ -25,6 +25,8 @@ def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
     however many share the cores; ``most_mb_all_ranks`` does so only with what ``mb`` exceeds it by.
     ``full_speed_ranks`` makes an emulated device slower the more ranks there are beyond so many:
     what each of them does on the cores then takes the share of a step that it takes with few.
+    ``most_mb_per_second`` makes it slower where all ranks together would have more bytes of weights
+    for each second of a step: what moves them has only the cores of this machine.
     """
     compute, name = case["compute"], case["workload"]
     options = dict(sizes[compute][name])
@@ -36,10 +38,16 @@ def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
     if most is not None:
         options["mb"] = min(options["mb"], most / case["ranks"])
     fast = options.pop("full_speed_ranks", None)
-    if fast is not None:
-        options["speed"] = options.get("speed", 1.0) * min(1.0, fast / case["ranks"])
+    densest = options.pop("most_mb_per_second", None)
     if compute == "emulated":
         preset = options.pop("preset", name)
+        speed = options.get("speed", 1.0)
+        if densest is not None:
+            dense = case["ranks"] * options["mb"] * speed / _published_seconds(preset)
+            speed *= min(1.0, densest / dense)
+        if fast is not None:
+            speed *= min(1.0, fast / case["ranks"])
+        options["speed"] = speed
         return {
             "name": "emulated",
             "optimizer": optimizer,
@@ -50,6 +58,12 @@ def model_of(case: Case, sizes: Sizes) -> dict[str, Any]:
         "optimizer": optimizer,
         "options": options,
     }
+
+
+def _published_seconds(preset: str) -> float:
+    from sapwood.testing.workloads.presets import PRESETS
+
+    return PRESETS[preset].forward + PRESETS[preset].backward
 
 
 def source_of(model: Mapping[str, Any]) -> Any:
