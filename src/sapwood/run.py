@@ -352,6 +352,20 @@ class Run:
         self._check_open()
         self._engine.wait()
 
+    def check_between_steps(self, what: str) -> None:
+        """See that weights are those of a step that has ended; ``what`` is called, for the message.
+
+        Raises:
+            UsageError: a step has begun, and weights may be updated already; or the run is closed.
+        """
+        self._check_open()
+        if self._engine.begun:
+            self._engine.wait()  # a step that broke says why
+            raise UsageError(
+                f"{what} is called between backward() and run.step(), when weights may be updated "
+                "already: call it after run.step()"
+            )
+
     def resume_at(self, step: int) -> None:
         """Go on as if ``step`` steps had ended: call it between steps, after restoring them."""
         self._check_open()

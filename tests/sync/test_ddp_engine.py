@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import sapwood
 from sapwood.testing import ranks
@@ -52,3 +53,53 @@ def hooks() -> list[str]:
 
 def test_step_hooks_of_the_user_are_run_once_a_step() -> None:
     assert ranks.spawn(hooks, 2, timeout=60) == [["after", "after"]] * 2
+
+
+# -- found by running other people's models ----------------------------------------------------
+
+
+def train_some(engine: str) -> list[float]:
+    """The optimizer has the last layer alone, as Muon has the matrices alone."""
+    model = models.mlp()
+    last = list(model.parameters())[-2:]
+    optimizer = torch.optim.SGD(last, **SGD)
+    with sapwood.Run(model, optimizer, engine=engine, timeout=10.0) as run:
+        for step in range(3):
+            models.train_run_step(run, step)
+    return [parameter.detach().sum().item() for parameter in model.parameters()]
+
+
+def test_an_optimizer_may_have_some_of_the_parameters() -> None:
+    ddp, layerwise = (ranks.spawn(train_some, 2, e, timeout=60) for e in ("ddp", "layerwise"))
+    assert ddp == layerwise
+
+
+def sparse() -> str:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    with sapwood.Run(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), engine="ddp", timeout=10.0
+    ) as run:
+        run.model(torch.tensor([1, 2])).sum().backward()
+        run.step()
+    return ""
+
+
+def test_a_sparse_gradient_is_refused_as_by_the_other_engine() -> None:
+    for outcome in ranks.spawn(sparse, 2, expect_errors=True, timeout=60):
+        assert outcome.error_type in {"UsageError", "PeerFailed"}, outcome.describe()
+        assert "sparse=False" in str(outcome.error)
+
+
+def leaves() -> None:
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    with sapwood.Run(model, optimizer, engine="ddp", timeout=10.0) as run:
+        for step in range(1 + 2 * (1 - rank())):
+            models.train_run_step(run, step)
+
+
+def test_a_rank_that_left_is_named_by_the_error_that_the_docs_promise() -> None:
+    first, second = ranks.spawn(leaves, 2, expect_errors=True, timeout=60)
+    assert first.error_type == "PeerFailed", first.describe()
+    assert "rank 1" in str(first.error)
+    assert second.ok

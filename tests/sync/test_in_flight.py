@@ -275,7 +275,7 @@ def functions_with_a_variable(update: str) -> tuple[list[float], list[float]]:
     return model.weight.tolist(), plain.weight.tolist()
 
 
-@pytest.mark.parametrize("update", ["layerwise", "deferred"])
+@pytest.mark.parametrize("update", ["auto", "deferred"])
 def test_a_function_with_an_attribute_called_variable(update: str) -> None:
     for ours, theirs in ranks.spawn(functions_with_a_variable, 2, update):
         assert ours == theirs
@@ -378,3 +378,76 @@ def exits(folder: Path, code: object) -> str:
 @pytest.mark.parametrize(("code", "state"), [(None, "ended"), (0, "ended"), (3, "failed")])
 def test_how_a_script_exits_is_how_its_run_ended(tmp_path: Path, code: object, state: str) -> None:
     assert exits(tmp_path, code) == state
+
+
+# -- gradient scalers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "ddp"])
+def test_a_scaler_that_the_run_does_not_know_is_noticed(engine: str) -> None:
+    """unscale_() writes gradients, and leaves their version counters as they were."""
+    model = linear()
+    scaler = torch.amp.GradScaler("cpu")
+    with start(model, engine=engine) as run:
+        for step in range(2):
+            scaler.scale(run.model(ONES).sum()).backward()
+            if step:
+                scaler.unscale_(run.optimizer)
+                with pytest.raises(UsageError, match="gradient"):
+                    run.step()
+            else:
+                run.step()
+
+
+def test_an_operator_called_by_its_own_name_is_noticed() -> None:
+    model = linear()
+    with start(model) as run:
+        run.model(ONES).sum().backward()
+        found, scale = torch.zeros(1), torch.ones(1) / 2
+        unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
+        unscale([model.weight.grad], found, scale)
+        with pytest.raises(UsageError, match="gradient"):
+            run.step()
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "ddp"])
+def test_a_loss_that_was_not_scaled_is_not_unscaled(engine: str) -> None:
+    with start(linear(), scaler=torch.amp.GradScaler("cpu"), engine=engine) as run:
+        run.model(ONES).sum().backward()
+        with pytest.raises(UsageError, match=r"scaler\.scale\(loss\)"):
+            run.step()
+
+
+# -- checkpoints in the middle of a step -------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["auto", "deferred"])
+def test_a_checkpoint_is_not_taken_or_restored_in_the_middle_of_a_step(
+    update: str, tmp_path: Path
+) -> None:
+    with (
+        start(linear(), update=update) as run,
+        sapwood.Checkpointer(run, tmp_path, engine="sync") as checkpoints,
+    ):
+        run.model(ONES).sum().backward()
+        run.step()
+        checkpoints.save()
+        run.model(ONES).sum().backward()
+        for call in (checkpoints.save, checkpoints.restore_latest):
+            with pytest.raises(UsageError, match=r"after run\.step\(\)"):
+                call()
+        run.step()
+        assert checkpoints.restore_latest().step == 1
+    with pytest.raises(sapwood.SapwoodError, match="closed"):
+        checkpoints.save()
+
+
+def test_a_checkpoint_of_a_closed_run_is_refused(tmp_path: Path) -> None:
+    run = start(linear())
+    checkpoints = sapwood.Checkpointer(run, tmp_path, engine="sync")
+    run.model(ONES).sum().backward()
+    run.step()
+    run.close()
+    with pytest.raises(UsageError, match="closed"):
+        checkpoints.save()
+    checkpoints.close()

@@ -171,6 +171,7 @@ class Checkpointer:
             CheckpointError: no staging memory became free in time, or copying failed.
         """
         self._check_open()
+        self._run.check_between_steps("save()")
         self.metrics.update(metrics or {})
         return self._saver.save(self._run.step_count)
 
@@ -195,6 +196,7 @@ class Checkpointer:
 
     def _restore(self, step: int | None, optimizer: bool) -> Restored | None:
         self._check_open()
+        self._run.check_between_steps("restore()")
         self.wait()
         run = self._run
         files = () if optimizer else ("model",)

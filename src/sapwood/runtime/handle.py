@@ -107,6 +107,14 @@ class RunHandle(Protocol):
         """Seconds updates have waited for an owner's holds so far."""
         ...
 
+    def check_between_steps(self, what: str) -> None:
+        """See that the state is that of a step; ``what`` is called, for the message.
+
+        Raises:
+            UsageError: a step has begun and not ended, or the run is closed.
+        """
+        ...
+
     def resume_at(self, step: int) -> None:
         """Go on as if ``step`` steps had ended: their state has just been restored."""
         ...

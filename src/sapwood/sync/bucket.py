@@ -15,6 +15,7 @@ from sapwood.errors import UsageError
 from sapwood.sync.averaging import BucketMemory
 from sapwood.sync.gradients import as_plain, changed_behind, forget, present_as
 from sapwood.sync.optim import OptimizerView
+from sapwood.sync.refusals import sparse
 from sapwood.sync.updates import Ready
 
 __all__ = ["Bucket", "Slot"]
@@ -386,10 +387,7 @@ def _dense(parameter: Tensor) -> bool:
 
 def _check_usable(slot: Slot, gradient: Tensor) -> None:
     if gradient.is_sparse:
-        raise UsageError(
-            f"the gradient of {slot.name} is sparse, which cannot be fused into a bucket; "
-            "make the embedding with sparse=False"
-        )
+        raise UsageError(sparse(slot.name))
     if gradient.requires_grad:
         raise UsageError(
             f"the gradient of {slot.name} has a graph of its own (backward with "

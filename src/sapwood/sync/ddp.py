@@ -30,7 +30,7 @@ from sapwood.sync.hooks import ModuleHook
 from sapwood.sync.members import Members
 from sapwood.sync.optim import OptimizerView
 from sapwood.sync.reads import WeightReads
-from sapwood.sync.refusals import FORGOTTEN, option_changed, weight_changed
+from sapwood.sync.refusals import FORGOTTEN, option_changed, sparse, weight_changed
 from sapwood.sync.updates import Ready, Updater
 
 __all__ = ["Ddp"]
@@ -142,18 +142,29 @@ class Ddp:
             self._check_unchanged()
             self._context.views.after_step()
         else:
-            outcome = apply_all(self._context, self._updater, self._ready)
+            outcome = apply_all(self._context, self._updater, self._ready, contributed=True)
         self._buffers.finish(self._updater.step, agree=self._must_agree_on_buffers())
         self._note_layout()
         self.stats.count_step(self._updated_at, self._last_gradient)
         for parameter in self._context.parameters:
             parameter.grad = None
+        self._lay_buckets_out()
         self._ready, self._updated_at, self._in_step = [], [], False
         self._forward_seen = False
         if self._updater.reads is not None:
             self._updater.reads.end_step()
         self._updater.end_step()
         return outcome
+
+    def _lay_buckets_out(self) -> None:
+        """DDP does so after the first step, with a message to all ranks.
+
+        It would send it in the next forward, which a rank that has left never comes to.
+        """
+        try:
+            self._wrapped.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            raise self._context.group.explain("agreeing on DDP's buckets", error) from error
 
     def _must_agree_on_buffers(self) -> bool:
         if self._context.group.world == 1 or not self._context.settings.broadcast_buffers:
@@ -232,11 +243,16 @@ class Ddp:
             self._armed = True
             BackwardGuard(self._after_ddp, self._aborted).arm()
         group = self._context.group
-        flat = bucket.buffer().mul_(1.0 / group.world)
+        flat = bucket.buffer()
+        if flat.layout is not torch.strided:
+            (parameter,) = bucket.parameters()  # DDP gives each of these a bucket of its own
+            raise self._broken(sparse(self._name_of(parameter)))
+        flat.mul_(1.0 / group.world)
         faults.point("sync.launch", step=self._updater.step, bucket=bucket.index())
         self._last_gradient = launched = time.perf_counter_ns()
         pending = group.all_reduce(flat, f"averaging bucket {bucket.index()}")
-        indices = [self._index[id(p)] for p in bucket.parameters()]
+        # DDP also averages what needs a gradient and is nobody's to update.
+        indices = [i for p in bucket.parameters() if (i := self._index.get(id(p))) is not None]
         if self._careful and self._updater.reads is not None:
             self._updater.reads.seal(indices, updated=False)
         number = bucket.index()
@@ -262,7 +278,13 @@ class Ddp:
             reads.start_backward()
             reads.say_new("used through detach() or .data")
 
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        named = self._context.model.named_parameters()
+        return next(name for name, p in named if p is parameter)
+
     def _after_ddp(self) -> None:
+        if self._error is not None:
+            raise self._error
         # DDP ends its part in a callback of its own, which was queued later than ours.
         BackwardGuard(self._end, self._aborted).arm()
 
@@ -305,25 +327,31 @@ class Ddp:
         future: "torch.futures.Future[torch.Tensor]",
         launched: int,
     ) -> None:
-        # A future that is never set would leave DDP waiting for ever, so errors go into it.
+        # A future that is never set would leave DDP waiting for ever, and one with an exception
+        # has it raise another; so errors are raised when its part of backward is over.
         try:
             if self._error is not None:
                 raise self._error
             with self._updater.lane.active():
                 pending.wait()
                 self._updater.trace_reduced(number, launched, flat.nbytes)
-                ready = Ready(number, self._view(indices), indices)
-                self._ready.append(ready)
-                if self._context.mode == "layerwise":
-                    if self._must_wait(indices):
-                        self._withheld.append(ready)
-                    else:
-                        self._updated_at.append(self._updater.update(ready))
-            future.set_result(flat)
+                if indices:
+                    self._averaged(Ready(number, self._view(indices), indices))
         except Exception as error:
             self._error = self._error or error
-            self._context.group.board.post(f"{type(error).__name__}: {error}")
-            future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+            if not isinstance(error, PeerFailed):
+                self._context.group.board.post(f"{type(error).__name__}: {error}")
+        finally:
+            future.set_result(flat)
+
+    def _averaged(self, ready: Ready) -> None:
+        self._ready.append(ready)
+        if self._context.mode != "layerwise":
+            return
+        if self._must_wait(ready.indices):
+            self._withheld.append(ready)
+        else:
+            self._updated_at.append(self._updater.update(ready))
 
     def _view(self, indices: Sequence[int]) -> OptimizerView:
         key = tuple(indices)

@@ -7,33 +7,40 @@ from collections.abc import Sequence
 
 import torch
 
+from sapwood.errors import UsageError
 from sapwood.sync.base import Context, StepOutcome
+from sapwood.sync.refusals import UNSCALED
 from sapwood.sync.updates import Ready, Updater
 
 __all__ = ["apply_all"]
 
 
-def apply_all(context: Context, updater: Updater, ready: Sequence[Ready]) -> StepOutcome:
+def apply_all(
+    context: Context, updater: Updater, ready: Sequence[Ready], *, contributed: bool
+) -> StepOutcome:
     """Unscale, clip, then update bucket by bucket, with the same events as during backward.
 
+    ``contributed`` says whether this rank had gradients of its own.
     The scale itself is left as it is: other Runs may still have to unscale with it.
     """
     if not ready:
         return StepOutcome(skipped=True)
-    overflow = _unscale(context)
+    overflow = _unscale(context, contributed=contributed)
     norm = _clip(context)
     if not overflow:
         _update(context, updater, ready)
     return StepOutcome(skipped=overflow, grad_norm=norm)
 
 
-def _unscale(context: Context) -> bool:
+def _unscale(context: Context, *, contributed: bool) -> bool:
     """Divide gradients by the scale; whether any is inf or NaN (the same on every rank)."""
     scaler = context.scaler
     if scaler is None or not scaler.is_enabled():
         return False
     if scaler._scale is None:
         # torch makes it in scale(), which a rank without a batch has not called yet.
+        if contributed:
+            raise UsageError(UNSCALED)
         scaler._lazy_init_scale_growth_tracker(context.parameters[0].device)
     optimizer = context.views.optimizer
     state = scaler._per_optimizer_states[id(optimizer)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from sapwood.errors import UsageError
 from sapwood.sync.guard import in_backward
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 _off = torch._C.DisableTorchFunctionSubclass
-# Ways to the memory that version counters do not see.
+# Ways to the memory that version counters do not see; the last is GradScaler.unscale_().
 _ALIASES = (
     Tensor.data.__get__,  # type: ignore[attr-defined]
     Tensor.data_ptr,
@@ -37,6 +38,7 @@ _ALIASES = (
     Tensor.untyped_storage,
     Tensor.__array__,
     Tensor.__dlpack__,
+    torch._amp_foreach_non_finite_check_and_unscale_,
 )
 _GETTERS = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_sparse")
 # What can be asked while the values are still on their way.
@@ -67,7 +69,7 @@ class AveragedGradient(Tensor):
         if function not in _HARMLESS:
             for gradient in tensors_in((args, kwargs)):
                 if isinstance(gradient, AveragedGradient):
-                    gradient._looked_at(alias=function in _ALIASES)
+                    gradient._looked_at(alias=_is_alias(function))
         with _off():
             return function(*args, **(kwargs or {}))
 
@@ -88,6 +90,11 @@ class AveragedGradient(Tensor):
         """As a plain tensor: what is saved does not belong to the engine."""
         plain: Any = self.clone()
         return plain.__reduce_ex__(protocol)
+
+
+def _is_alias(function: Any) -> bool:
+    # An operator called by its own name (torch.ops...) may write, and says so to nobody.
+    return function in _ALIASES or isinstance(function, (OpOverload, OpOverloadPacket))
 
 
 def present_as(gradient: Tensor, settle: Callable[[], None] | None) -> Tensor:

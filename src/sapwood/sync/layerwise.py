@@ -243,7 +243,10 @@ class Layerwise:
             self._fired.append(index)
             bucket = slot.bucket
             if bucket.number < len(self._planned):  # others get their memory when they wake
-                bucket.take(slot)
+                try:
+                    bucket.take(slot)
+                except UsageError as error:
+                    raise self._broken(str(error)) from None
             bucket.missing -= 1
             if not bucket.missing:
                 self._full(bucket)
@@ -465,7 +468,7 @@ class Layerwise:
         if context.mode != "layerwise":
             self._buckets.look_again()
             ready = [r for b in self._buckets if (r := b.ready()) is not None]
-            return apply_all(context, self._updater, ready)
+            return apply_all(context, self._updater, ready, contributed=bool(self._fired))
         for bucket in self._buckets:
             if bucket.touched() if self._keeps_gradients else bucket.shown_changed():
                 raise self._broken(refusals.gradient_changed(bucket.number, bucket.names))

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 __all__ = [
     "ABORTED",
     "FORGOTTEN",
+    "UNSCALED",
     "broken",
     "gradient_changed",
     "gradient_in_flight",
     "option_changed",
     "some",
+    "sparse",
     "twice",
     "unfrozen",
     "weight_changed",
@@ -30,12 +32,25 @@ FORGOTTEN = (
     "restart from a checkpoint"
 )
 
+UNSCALED = (
+    "the Run has a gradient scaler, by whose scale gradients are divided, but no loss was "
+    "multiplied by it: call scaler.scale(loss).backward(), or make the Run without scaler="
+)
+
 
 def broken(cause: str) -> str:
     """Somebody goes on after an error."""
     return (
         "an earlier error broke this run's step, and the ranks' states may differ; restart from a "
         f"checkpoint. It was: {cause}"
+    )
+
+
+def sparse(name: str) -> str:
+    """An embedding with sparse=True."""
+    return (
+        f"the gradient of {name} is sparse, which cannot be fused into a bucket; make the "
+        "embedding with sparse=False"
     )
 
 
