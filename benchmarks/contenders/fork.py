@@ -2,7 +2,10 @@
 
 A turn of a contender: the clones build a fresh model and wait; the donors train ordinary steps; the
 clones are told to come; when they are ready to receive, the donors train the step that is cloned,
-the next one, and go on until every clone could train. What was built is taken down only then.
+the next one, and go on until every clone could train. Where their first step counts, the clones
+train it only then, beside donors' steps that are not timed any more: all of them compute with the
+cores of one machine, and who is ready sooner must not be the one whose donors are slower. What was
+built is taken down last.
 """
 
 from __future__ import annotations
@@ -61,12 +64,15 @@ def donate(
     number: int,
     baseline_steps: int,
     check: bool,
+    first: bool,
 ) -> dict[str, Any]:
     turn = Turn(meeting(context), number)
     donor: Donor = made[contender]
     try:
         turn.hear("built")
         found = give(donor, turn, baseline_steps, check=check)
+        if first and not check:
+            train_beside(donor, turn)
     except Exception as error:
         turn.fail(f"{type(error).__name__}: {error}")
         return {"error": f"{type(error).__name__}: {error}"}
@@ -102,6 +108,14 @@ def give(donor: Donor, turn: Turn, baseline_steps: int, *, check: bool) -> dict[
     return found
 
 
+def train_beside(donor: Donor, turn: Turn) -> None:
+    """The clones train their first step, as they would in life, beside steps of the donors."""
+    if donor.context.rank == 0:
+        turn.say("train")
+    while not agreed(turn.heard("trained") or turn.heard("failed")):
+        donor.training.step()
+
+
 def baseline(donor: Donor, steps: int) -> dict[str, Any]:
     training, context = donor.training, donor.context
     training.step()
@@ -135,6 +149,7 @@ def receive(
     contender: str,
     number: int,
     check: bool,
+    first: bool,
 ) -> dict[str, Any]:
     turn = Turn(meeting(context), number)
     clone: Clone = made[contender]
@@ -152,10 +167,13 @@ def receive(
             clone.complete()
             ready()
             found["loaded"] = digests(state.model, state.optimizer)
-        else:
-            clone.train(state, ready)
+        elif first:
+            seconds = clone.train(state, ready, lambda: turn.hear("train"))
+            turn.count("trained", context.world)
             if clone.whole:
-                found["first"] = time.perf_counter()
+                found["first"] = found["ready"] + seconds
+        else:
+            ready()
         found |= {"since": clone.since, "needed": clone.needed}
         turn.hear("over")
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .fork_ablation import ABLATIONS
 from .fork_meeting import Turn
 from .fork_orders import ORDERS
-from .fork_training import Fresh, fresh
+from .fork_training import ForkedSapwood, Fresh, fresh
 from .fork_ways import Way
 from .training import Workload
 
@@ -43,10 +44,16 @@ class Clone(ABC):
         """Wait until the whole state is there, where ``receive`` does not."""
         return
 
-    def train(self, state: Fresh, ready: Callable[[], None]) -> None:
-        """The first step of its own; calls ``ready`` when the state is whole."""
+    def train(self, state: Fresh, ready: Callable[[], None], wait: Callable[[], None]) -> float:
+        """The first step of its own; calls ``ready`` when the state is whole, and then ``wait``.
+
+        Seconds from ready until the step has ended, without the wait.
+        """
         ready()
+        wait()
+        begun = time.perf_counter()
         self.step(state)
+        return time.perf_counter() - begun
 
     @abstractmethod
     def step(self, state: Fresh) -> None:
@@ -119,7 +126,7 @@ class OurClone(Clone):
         os.environ[ENV] = order.encode()
         try:
             # The donors' size: else buckets would be measured in the steps that are timed.
-            settings = {"trace": False, "bucket_mb": 25.0}
+            settings = {"trace": False, "bucket_mb": ForkedSapwood.bucket_mb}
             folder = self.context.scratch / "clones"
             self.run = sapwood.Run(state.model, state.optimizer, folder=folder, **settings)
         finally:
@@ -130,14 +137,15 @@ class OurClone(Clone):
     def complete(self) -> None:
         self.run.wait_ready()
 
-    def train(self, state: Fresh, ready: Callable[[], None]) -> None:
+    def train(self, state: Fresh, ready: Callable[[], None], wait: Callable[[], None]) -> float:
         if not self.order.gated:
-            super().train(state, ready)
-            return
+            return super().train(state, ready, wait)
         loss = self.loss(self.run.model)
         ready()  # the whole state is there, verified, when the first forward pass has ended
+        begun = time.perf_counter()
         loss.backward()
         self.run.step()
+        return time.perf_counter() - begun
 
     def step(self, state: Fresh) -> None:
         self.loss(self.run.model).backward()

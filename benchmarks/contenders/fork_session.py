@@ -103,7 +103,8 @@ class ForkSession:
 
     def turn(self, name: str, *, check: bool = False) -> tuple[Answers, Answers]:
         number = next(self.turns)
-        common = {"contender": name, "number": number, "check": check}
+        first = self.options["first"]
+        common = {"contender": name, "number": number, "check": check, "first": first}
         steps = {"baseline_steps": self.options["baseline_steps"]}
         donate = {"function": "donate", **common, **steps}
         return self.ask(number, donate, {"function": "receive", **common})

@@ -35,7 +35,13 @@ class ForkedDdp(Noting, Ddp):
 
 
 class ForkedSapwood(Noting, Sapwood):
-    """It lets itself be cloned from the start, also while its ordinary steps are timed."""
+    """It lets itself be cloned from the start, also while its ordinary steps are timed.
+
+    With the smaller of the sizes that a run would try: steps take as long as with 25 MB, and less
+    is left to send when the last bucket has been updated.
+    """
+
+    bucket_mb = 8.0
 
     def __init__(self, workload: Workload, context: Context) -> None:
         import sapwood

@@ -94,12 +94,14 @@ class Ddp(Training):
 
 
 class Sapwood(Training):
+    # A size, or the first 30 steps, which are all there are here, would measure buckets.
+    bucket_mb = 25.0
+
     def __init__(self, workload: Workload, context: Context) -> None:
         import sapwood
 
         super().__init__(workload)
-        # A size, or the first 30 steps, which are all there are here, would measure buckets.
-        settings = {"trace": False, "bucket_mb": 25.0}
+        settings = {"trace": False, "bucket_mb": self.bucket_mb}
         folder = context.scratch / "run"
         self.run = sapwood.Run(self.plain, self.optimizer, folder=folder, **settings)
         self.closed = False

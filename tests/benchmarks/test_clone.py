@@ -139,7 +139,7 @@ def test_who_waits_is_told_that_the_other_side_failed() -> None:
 def fork_of(machines: str, names: list[str]) -> tuple[dict, dict]:
     sizes = {"emulated": {"nt3": {"mb": 1, "speed": 20.0, "optimizer": "plain"}}}
     case = {"compute": "emulated", "workload": "nt3", "ranks": 1, "machines": machines}
-    options = {"workloads": sizes, "baseline_steps": 1}
+    options = {"workloads": sizes, "baseline_steps": 1, "first": True}
     measured, extra = measure("fork_session", "ForkSession", case, names, options)
     assert [name for name in extra["facts"] if name.startswith("not run")] == []
     return measured, extra
