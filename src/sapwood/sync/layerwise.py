@@ -345,8 +345,7 @@ class Layerwise:
         flags = (self._buckets.dormant_used(), self._disorder, self._buffers.outdated())
         for bucket in self._planned[self._next : -1]:
             self._launch(bucket)
-        if not self._planned[-1].missing or not self._last_gradient:
-            self._last_gradient = self._last_gradient or time.perf_counter_ns()
+        self._last_gradient = self._last_gradient or time.perf_counter_ns()
         self._launch(self._planned[-1], [float(flag) for flag in flags])
         if self._reads is not None:
             self._reads.end_backward()
