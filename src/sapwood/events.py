@@ -25,6 +25,7 @@ __all__ = [
     "Hold",
     "PlanChanged",
     "RunStopping",
+    "StepBegan",
     "StepEnded",
     "Subscription",
     "TensorUpdated",
@@ -183,6 +184,17 @@ class BuffersUpdated:
 
     step: int
     buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBegan:
+    """A step begins: the first forward pass with gradients is about to run, nothing has changed.
+
+    What the training loop does after ``run.step()`` is done. It comes with the first gradient, or
+    with ``run.step()``, if no forward pass of the run's model comes before.
+    """
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

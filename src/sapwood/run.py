@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sapwood import trace as tracing
 from sapwood.checkpoint.settings import CheckpointSettings
 from sapwood.clone.donor import Donor
+from sapwood.clone.extras import CloneExtras
 from sapwood.clone.forked import Fork, join_fork
 from sapwood.clone.order import ForkedFrom
 from sapwood.clone.report import ForkReport
@@ -35,7 +36,7 @@ from sapwood.runtime.handle import run_state
 from sapwood.runtime.settings import UNSET, Resolved, resolve, warn_of_unknown_variables
 from sapwood.runtime.stopped import Stopped
 from sapwood.runtime.stopping import Stopping, StopSettings, check_time_left
-from sapwood.state.extras import Extras, Stateful
+from sapwood.state.extras import Stateful
 from sapwood.state.tensors import describe_model, named_buffers, named_parameters
 from sapwood.sync import (
     Averaging,
@@ -197,7 +198,7 @@ class Run:
         log.info("updates are %s: %s", mode, reason)
         group.check_same("model", describe_model(model))
         group.check_same("optimizer or settings", self._lines(mode, sync.value))
-        self._fork = join_fork(group, model, self.optimizer)
+        self._fork = join_fork(group, model, self.optimizer, self.schedulers)
         if self._fork is None:
             _give_rank0_values(group, model)
         averaging = choose_averager(
@@ -380,6 +381,7 @@ class Run:
         *,
         shared: Mapping[str, Stateful] | None = None,
         own: Mapping[str, Stateful] | None = None,
+        after_step: Collection[str] | None = None,
         **settings: Any,
     ) -> None:
         """Let others fork this run from now on: ``sapwood fork``; all ranks must call it.
@@ -390,6 +392,8 @@ class Run:
         Args:
             shared: what else belongs to the run, by name, and is the same on every rank.
             own: the same for what differs from rank to rank, such as a position in the data.
+            after_step: names of what the loop changes after ``run.step()``; by default schedulers
+                of this optimizer and whatever holds a copy of the weights.
             settings: any field of ``CloneSettings``: approach, transport, patience, late, ...
                 Each can also come from ``SAPWOOD_<NAME>`` or ``[clone]`` in sapwood.toml.
         """
@@ -397,9 +401,9 @@ class Run:
         if self._donor is not None:
             raise UsageError("clones are allowed already; call allow_clones once")
         chosen = resolve(CloneSettings, "clone", settings).value
+        extras = CloneExtras(run_state(self), shared or {}, own or {}, after_step)
         if self._fork is not None:
             self._fork.restore(shared or {}, own or {})
-        extras = Extras({**run_state(self), **(shared or {})}, own or {})
         self._donor = Donor(self, chosen, extras)
 
     def start_standbys(self) -> int:
@@ -421,9 +425,7 @@ class Run:
 
     def override(self, path: str, default: Any) -> Any:
         """What ``--set path=value`` said when this run was forked, else ``default``."""
-        return (
-            default if self.forked_from is None else self.forked_from.overrides.get(path, default)
-        )
+        return default if self._fork is None else self._fork.override(path, default)
 
     def _go_on_as_fork(self) -> None:
         if self._fork is not None:

@@ -98,11 +98,68 @@ def test_nonsense_in_the_environment(tmp_path: Path) -> None:
 
 def test_an_override_that_leads_nowhere(tmp_path: Path) -> None:
     with donors(tmp_path, 1) as group:
-        env = order(home_of(tmp_path), overrides={"optimizer.rl": 0.1})
+        home = home_of(tmp_path)
+        env = order(home, overrides={"optimizer.rl": 0.1})
         message = failed_with(tmp_path / "clone", 1, env)
         assert "optimizer.rl leads nowhere" in message
         assert "weight_decay" in message
-        stop(tmp_path, group)
+        for path, value, text in (
+            ("optimizer.lr", -1, "optimizer.lr is -1, expected a number, 0 or more"),
+            ("optimiser.lr", 0.1, "did you mean optimizer.lr?"),
+            ("scheduler.T_max", 10, "a fork goes on with its parent's schedules"),
+        ):
+            env = order(home, overrides={path: value})
+            assert text in failed_with(tmp_path / "clone", 1, env)
+        (seen,) = stop(tmp_path, group)
+    assert seen["forks"] == [], "the donors were not even asked"
+
+
+def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    with donors(tmp_path, 1) as group:
+        message = failed_with(tmp_path / "clone", 1, order(home_of(tmp_path)), kind="sgd")
+        wanted = "the run trains with torch.optim.AdamW, this script has torch.optim.SGD"
+        assert wanted in message
+        a_fork_still_works(tmp_path, 1)
+        (seen,) = stop(tmp_path, group)
+    (_, done, failure, waited), (_, again, _, _) = seen["forks"]
+    assert (done, again, waited) == (False, True, 0.0)
+    assert wanted in failure
+
+
+def test_a_rate_the_schedule_cannot_go_on_from_is_refused_before_it_begins(tmp_path: Path) -> None:
+    """Only the forked step's own state tells: the groups' rates would change differently."""
+    with ranks.start(donate_with_a_floor, 1, tmp_path) as group:
+        group.wait_mark("open", rank=0, timeout=60)
+        home = home_of(tmp_path)
+        env = order(home, overrides={"optimizer.1.lr": 0.5})
+        with pytest.raises(sapwood.SapwoodError) as caught:
+            ranks.spawn(with_a_floor, 1, tmp_path / "clone", env=env)
+        assert "has one eta_min (0.001) for all parameter groups" in str(caught.value)
+        (seen,) = stop(tmp_path, group)
+    ((done, failure),) = seen
+    assert not done
+    assert "has one eta_min" in failure
+
+
+def with_a_floor(folder: Path) -> sapwood.Run:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    groups = [{"params": list(part.parameters())} for part in model]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000, eta_min=1e-3)
+    return sapwood.Run(model, optimizer, schedulers=[scheduler], folder=folder / "runs")
+
+
+def donate_with_a_floor(folder: Path) -> list[tuple[bool, str]]:
+    run = with_a_floor(folder)
+    run.allow_clones()
+    ranks.mark("open")
+    while not (folder / "stop").exists():
+        run.model(torch.ones(2, 3)).sum().backward()
+        run.step()
+        time.sleep(0.005)
+    forks = run.forks
+    run.close()
+    return [(f.done, f.failure) for f in forks]
 
 
 # -- clones and donors that die or stop ------------------------------------------------------

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from sapwood.clone.door import Door, Request
+from sapwood.clone.extras import CloneExtras
 from sapwood.clone.manifest import APPROACHES, versions
 from sapwood.clone.places import Places
 from sapwood.clone.report import ForkReport
@@ -25,7 +26,6 @@ from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.host import own_host
 from sapwood.runtime.stores import Store, TCPStore
-from sapwood.state.extras import Extras
 
 __all__ = ["Donor"]
 
@@ -37,7 +37,7 @@ _ANSWER = 30.0
 class Donor:
     """Serves forks of a run until closed; one on each rank."""
 
-    def __init__(self, run: RunHandle, settings: CloneSettings, extras: Extras) -> None:
+    def __init__(self, run: RunHandle, settings: CloneSettings, extras: CloneExtras) -> None:
         """Open the door; nothing happens until somebody asks."""
         self._run, self._settings, self._extras = run, settings, extras
         self._closed = threading.Event()

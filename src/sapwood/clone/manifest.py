@@ -47,6 +47,12 @@ class Manifest:
     catalog: tuple[Any, ...]
     buckets: tuple[tuple[int, ...], ...]
     """Numbers of the catalog's entries, in the order in which they are updated."""
+    optimizer: str
+    """The class of the optimizer."""
+    groups: tuple[tuple[int, ...], ...]
+    """Numbers of the catalog's entries, by the optimizer's parameter groups."""
+    schedulers: tuple[str, ...]
+    """The classes of the schedulers that the run steps."""
     digest: str = ""
     """Of the plan that follows from all this."""
 
@@ -83,9 +89,10 @@ class Manifest:
         """
         try:
             fields = json.loads(text)
-            for name in ("hosts", "devices", "catalog"):
+            for name in ("hosts", "devices", "catalog", "schedulers"):
                 fields[name] = tuple(fields[name])
-            fields["buckets"] = tuple(tuple(b) for b in fields["buckets"])
+            for name in ("buckets", "groups"):
+                fields[name] = tuple(tuple(numbers) for numbers in fields[name])
             return cls(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise CloneError(f"the donors sent no manifest we understand: {error}") from error

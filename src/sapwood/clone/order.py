@@ -11,7 +11,16 @@ from typing import Any
 from sapwood.clone.door import Address
 from sapwood.errors import CloneError, ConfigError
 
-__all__ = ["ENV", "ForkOrder", "ForkedFrom", "parse_overrides", "read_order"]
+__all__ = [
+    "ENV",
+    "ForkOrder",
+    "ForkedFrom",
+    "order_failed",
+    "order_used",
+    "parse_overrides",
+    "read_order",
+    "used_by",
+]
 
 ENV = "SAPWOOD_FORK"
 
@@ -58,6 +67,35 @@ def read_order() -> ForkOrder | None:
         return ForkOrder(**{**fields, "address": Address(**fields["address"])})
     except (ValueError, TypeError, KeyError) as error:
         raise CloneError(f"{ENV} is set, but not by `sapwood fork`: {error}") from error
+
+
+@dataclass(slots=True)
+class _Use:
+    """What became of this process's order."""
+
+    text: str = ""
+    run: str = ""
+
+
+_use = _Use()
+
+
+def order_used(run: str) -> None:
+    """The order became the run of this id: no later Run forks again, nor one of a child process."""
+    _use.text, _use.run = os.environ.get(ENV, ""), run
+    os.environ[ENV] = ""  # not removed: whoever has set it removes it
+
+
+def order_failed() -> None:
+    """The run that it became never began: the next Run tries again, and does not start fresh."""
+    if _use.text:
+        os.environ[ENV] = _use.text
+        _use.text = _use.run = ""
+
+
+def used_by() -> str:
+    """The id of the run that this process's order became; empty if there was none."""
+    return _use.run
 
 
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,11 @@ class Receiver:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         settings: CloneSettings,
+        check: Callable[[Manifest], None],
     ) -> None:
         """Ask, agree, and be ready to receive; returns when it is known which step will come.
+
+        ``check`` raises if this script cannot take over what the run has.
 
         Raises:
             CloneError: the run refuses, has another model, or something failed on the way.
@@ -81,6 +84,7 @@ class Receiver:
             self.catalog = Catalog.from_json(manifest.catalog)
             contents = collect(model, optimizer, lambda name: (0,))
             check_model(self.catalog, contents)
+            check(manifest)
             self._prepare(session, manifest, contents)
             self.forked_from = self._wait_for_step(session, order)
         except BaseException as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sapwood.clone.extras import CloneExtras, StepExtras
 from sapwood.clone.filed import remove_state, write_state
 from sapwood.clone.manifest import Manifest
 from sapwood.clone.places import Places
@@ -27,11 +28,10 @@ from sapwood.clone.settings import CloneSettings
 from sapwood.clone.slot import SLOT, pack_text
 from sapwood.clone.terms import make_manifest, owners_of_buckets
 from sapwood.errors import CloneError, SapwoodError
-from sapwood.events import Hold, Marker, TensorUpdated
+from sapwood.events import Hold, Marker, StepBegan, Subscription, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
 from sapwood.state.contents import Contents, collect
-from sapwood.state.extras import Extras
 from sapwood.transport.base import Ends, Link, Transfer
 from sapwood.transport.choose import open_link
 
@@ -51,7 +51,7 @@ class Serving:
         session: Session,
         places: Places,
         asked: Mapping[str, Any],
-        extras: Extras,
+        extras: CloneExtras,
     ) -> None:
         """``asked`` is what the clones said: their places and wishes; ``places`` are ours."""
         self._run, self._settings, self._session = run, settings, session
@@ -81,6 +81,9 @@ class Serving:
         self._fire: int | None = None
         self._may_fire = False
         self._taken: Callable[[], dict[str, Any]] = dict
+        self._taking: StepExtras | None = None
+        self._next_step: Subscription | None = None
+        self._all_taken = threading.Event()
         self._ended = threading.Event()
         self._sent = threading.Event()
         self._lock = threading.Lock()
@@ -152,8 +155,7 @@ class Serving:
         assert self._contents is not None
         if not self._contents.current():
             raise CloneError("the model's tensors were replaced during the step; try again")
-        groups = self._run.optimizer.param_groups
-        self._taken = self._extras.take(step, groups, self._contents.plain)
+        self._begin_extras(step)
         self._ended.set()
         if self.report.approach == "file":
             if self._run.group.rank == 0:
@@ -173,6 +175,32 @@ class Serving:
         self._sent.set()
         if self.report.approach == "p2p":
             self._sender.finished.wait(self._settings.send_timeout)
+
+    def _begin_extras(self, step: int) -> None:
+        """Take what a step has beside tensors; what the loop changes after it, a little later."""
+        assert self._contents is not None
+        self._taking = StepExtras(self._extras, self._run, step, self._contents.plain)
+        if self._taking.complete:
+            self._complete_extras()
+            return
+        self._next_step = self._run.events.subscribe(
+            StepBegan, lambda _: self._complete_extras(), name=OWNER
+        )
+
+    def _complete_extras(self) -> None:
+        taking, self._taking = self._taking, None
+        if self._next_step is not None:
+            self._next_step.cancel()
+        if taking is None:
+            return
+        try:
+            self._taken = taking.take()
+        except SapwoodError as error:
+            self.fail(str(error))
+        except Exception as error:  # the user's own: no reason to end the training
+            log.exception("unforeseen, while a fork looks at the run")
+            self.fail(f"{type(error).__name__}: {error}")
+        self._all_taken.set()
 
     def _hurry(self, number: int) -> None:
         """An update waits; it never waits longer than the patience that is left."""
@@ -284,8 +312,9 @@ class Serving:
     def _follow(self) -> None:
         """Wait until all is sent, and see the clones begin."""
         session = self._session
-        while not self._ended.wait(0.1):
-            session.check()
+        for event in (self._ended, self._all_taken):
+            while not event.wait(0.1):
+                session.check()
         if self.over.is_set():
             return
         self._tell_extras()
@@ -328,6 +357,10 @@ class Serving:
 
     def last_words(self, why: str) -> None:
         """The run ends: tell the clones, unless they have begun."""
+        if self._taking is not None:
+            # Nobody begins another step, so this is the moment; the rest takes no time of its own.
+            self._complete_extras()
+            self.join(self._settings.patience)
         if not self.report.done:
             self.fail(why)
         self.stop()
@@ -338,7 +371,10 @@ class Serving:
         self._looked.set()
         self._go.set()
         self._ended.set()
+        self._all_taken.set()
         self._sent.set()
+        if self._next_step is not None:
+            self._next_step.cancel()
         if self._sender is not None:
             self._sender.stop()
         for holds in list(self._holds.values()):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from sapwood.clone.kinds import group_members, name_of, name_of_scheduler
 from sapwood.clone.manifest import Manifest, versions
 from sapwood.clone.places import Places
 from sapwood.clone.plan import Key
@@ -23,6 +24,7 @@ def make_manifest(
     """What clones must know to receive this run; ``places`` are those of all, donors first."""
     place = {entry.key: n for n, entry in enumerate(contents.catalog.entries)}
     buckets = [tuple(place[key] for key in bucket) for bucket in _buckets(run, contents)]
+    groups = group_members(run.model, run.optimizer)
     approach = str(asked["approach"])
     transport = resolve(str(asked["transport"]), places.hosts, places.devices)
     relay = approach in ("deepclone", "lazy") and transport not in ("memory", "nccl")
@@ -42,6 +44,9 @@ def make_manifest(
         versions=versions(),
         catalog=tuple(contents.catalog.to_json()),
         buckets=tuple(buckets),
+        optimizer=name_of(type(run.optimizer)),
+        groups=tuple(tuple(place["model", name] for name in names) for names in groups),
+        schedulers=tuple(name_of_scheduler(one) for one in run.schedulers),
     )
     return replace(manifest, digest=manifest.plan().digest)
 

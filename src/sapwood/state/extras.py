@@ -40,13 +40,19 @@ class Extras:
         self.own = dict(own)
 
     def take(
-        self, step: int, groups: Iterable[Mapping[str, Any]], plain: Any
+        self,
+        step: int,
+        groups: Iterable[Mapping[str, Any]],
+        plain: Any,
+        *,
+        drawn: Mapping[str, Any] | None = None,
     ) -> Callable[[], dict[str, Any]]:
         """Everything as it is now; call the result, at leisure, for the JSON form of it.
 
-        ``groups`` are the optimizer's, ``plain`` its state that is not tensors.
+        ``groups`` are the optimizer's, ``plain`` its state that is not tensors, ``drawn`` the
+        random state if it was taken earlier.
         """
-        raw = random_state()
+        raw = random_state() if drawn is None else drawn
         taken = {
             "step": step,
             "groups": [

@@ -229,6 +229,7 @@ class Ddp:
                 "make a new Run"
             )
         self._forward_seen = True
+        self._updater.begin_step()
         if self._updater.reads is not None:
             self._updater.reads.start_forward()
 

@@ -43,7 +43,6 @@ from sapwood.sync.updates import Updater
 
 __all__ = ["Layerwise"]
 
-
 _NOT_PLANNED, _DISORDER, _BUFFERS = 0, 1, 2  # places of the status flags in the last bucket
 
 
@@ -205,6 +204,7 @@ class Layerwise:
         self._follow_membership()
         if self._on_gradients is not None:
             self._on_gradients.be_last()
+        self._updater.begin_step()
         if not self._forward_seen:
             self._step_start = time.perf_counter()
         self._forward_seen = True
@@ -297,6 +297,7 @@ class Layerwise:
         self._phase = _Phase.BACKWARD
         self._armed = False
         self._context.group.step = self._updater.step
+        self._updater.begin_step()
         if not self._forward_seen and (names := self._members.unfrozen()):
             raise UsageError(refusals.unfrozen(names))
         due = self._replanner.reason or self._tuner.due

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import increment_version
 
-from sapwood.events import Fence, TensorUpdated, UpdatedTensor
+from sapwood.events import Fence, StepBegan, TensorUpdated, UpdatedTensor
 from sapwood.runtime import faults
 from sapwood.runtime.device import Lane
 from sapwood.state.tensors import optimizer_tensors
@@ -50,6 +50,14 @@ class Updater:
         self._context = context
         self._stats = stats
         self._fences: dict[int, Fence] = {}
+        self._begun = 0
+
+    def begin_step(self) -> None:
+        """Announce the step, once: by its first forward, or else by its first gradient."""
+        if self._begun != self.step:
+            self._begun = self.step
+            if self._context.events.wants(StepBegan):
+                self._context.events.publish(StepBegan(step=self.step))
 
     def update(self, ready: Ready) -> int:
         """Apply averaged gradients; returns when it was done (perf_counter_ns).
