@@ -88,7 +88,13 @@ def test_a_copy_that_fails_is_told_and_nothing_false_is_saved(
     plain.close()
     training = Training(tmp_path)
     with sapwood.Checkpointer(
-        training.run, tmp_path / "ckpts", every=1, mode=mode, engine=engine, keep=None
+        training.run,
+        tmp_path / "ckpts",
+        every=1,
+        mode=mode,
+        engine=engine,
+        keep=None,
+        max_failures=1,
     ) as c:
         got = training.steps(2)
         c.wait()
@@ -148,7 +154,13 @@ class Odd:
 def test_state_that_cannot_be_saved_is_told_each_time_and_blocks_nothing(tmp_path: Path) -> None:
     training, odd = Training(tmp_path), Odd()
     with sapwood.Checkpointer(
-        training.run, tmp_path / "ckpts", every=1, mode="lazy", engine="sync", own={"odd": odd}
+        training.run,
+        tmp_path / "ckpts",
+        every=1,
+        mode="lazy",
+        engine="sync",
+        own={"odd": odd},
+        max_failures=1,
     ) as c:
         for _ in range(4):
             with pytest.raises(SubscriberError, match="odd"):

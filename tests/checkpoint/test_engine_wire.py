@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sapwood.checkpoint.engine.base import Job
 from sapwood.checkpoint.engine.messages import from_job, from_plan, to_job, to_plan
-from sapwood.checkpoint.engine.wire import MAX_BODY, Closed, Late, Wire, WireError
+from sapwood.checkpoint.engine.wire import MAX_BODY, VERSION, Closed, Late, Wire, WireError
 from sapwood.state.catalog import Catalog, Entry
 from sapwood.state.shards import plan_shards
 from sapwood.tiers.record import CheckpointId
@@ -72,7 +72,7 @@ def test_a_large_message_arrives(pair: Pair) -> None:
     sender.join(5)
 
 
-def head(magic: bytes = b"SWCE", version: int = 1, fds: int = 0, length: int = 0) -> bytes:
+def head(magic: bytes = b"SWCE", version: int = VERSION, fds: int = 0, length: int = 0) -> bytes:
     return struct.pack("!4sHHI", magic, version, fds, length)
 
 

@@ -34,19 +34,25 @@ def plan(world: int, **options: int) -> ShardPlan:
     return plan_shards(catalog(world, **options), world)
 
 
-def fill(shards: ShardPlan, rank: int, step: int) -> np.ndarray:
+def fill(shards: ShardPlan, rank: int, step: int, extras: int = 0) -> np.ndarray:
     """The memory of a shard, different for every rank, step and byte."""
     shard = shards.shards[rank]
     generator = np.random.default_rng([step, rank])
-    memory = np.zeros(shard.nbytes, np.uint8)
+    memory = np.zeros(shard.nbytes_with(extras), np.uint8)
     for piece in shard.pieces:
         part = generator.integers(0, 256, piece.nbytes, np.uint8)
         memory[piece.at : piece.at + piece.nbytes] = part
+    memory[shard.extras_at :] = generator.integers(0, 256, extras, np.uint8)
     return memory
 
 
 def described(
-    shards: ShardPlan, rank: int, step: int, memory: np.ndarray, attempt: str = ATTEMPT
+    shards: ShardPlan,
+    rank: int,
+    step: int,
+    memory: np.ndarray,
+    attempt: str = ATTEMPT,
+    extras: int = 0,
 ) -> ShardRecord:
     """The record of a shard with these bytes."""
     return describe(
@@ -57,13 +63,14 @@ def described(
         data=memory,
         created=float(step),
         extras={"step": step, "rank": rank},
+        extras_bytes=extras,
     )
 
 
 def shard(
-    step: int, rank: int, world: int, *, attempt: str = ATTEMPT, **options: int
+    step: int, rank: int, world: int, *, attempt: str = ATTEMPT, extras: int = 0, **options: int
 ) -> tuple[ShardRecord, np.ndarray]:
-    """A record and its bytes."""
+    """A record and its bytes, with so many of state that is not in tensors."""
     shards = plan(world, **options)
-    memory = fill(shards, rank, step)
-    return described(shards, rank, step, memory, attempt), memory
+    memory = fill(shards, rank, step, extras)
+    return described(shards, rank, step, memory, attempt, extras), memory

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,10 @@ __all__ = ["Arena"]
 
 
 class Arena:
-    """Shared memory of a fixed size, mapped and touched, so that writing to it never faults."""
+    """Shared memory, mapped and touched, so that writing to it never faults.
+
+    The mapping keeps its size; ``write_at`` makes the memory longer, ``mapped_anew`` shows that.
+    """
 
     def __init__(self, nbytes: int, *, label: str = "staging", touch: bool = True) -> None:
         """Make new memory; ``label`` shows in /proc/self/maps.
@@ -29,8 +33,9 @@ class Arena:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch else 0)
         try:
             os.ftruncate(fd, max(nbytes, 1))
-            # Whoever shrank it would kill every other process that reads past the new end.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            # Whoever shrank it would kill every other process that reads past the new end; growing
+            # harms nobody, and what is behind the tensors of a step has no fixed size.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._map = mmap.mmap(fd, max(nbytes, 1), flags=flags)
         except BaseException:
             os.close(fd)
@@ -56,6 +61,21 @@ class Arena:
         self.nbytes = nbytes
         self.bytes = np.frombuffer(self._map, np.uint8)
         return self
+
+    def write_at(self, offset: int, data: Any) -> None:
+        """Copy bytes in without the mapping, which may end before; the memory grows as needed.
+
+        Raises:
+            OSError: there is no memory left.
+        """
+        left = memoryview(data).cast("B")
+        while left:
+            count = os.pwrite(self.fd, left, offset)
+            left, offset = left[count:], offset + count
+
+    def mapped_anew(self) -> Arena:
+        """The same memory in another mapping, as long as it is now; close both."""
+        return Arena.attach(os.dup(self.fd))
 
     def keep_from_children(self) -> None:
         """Do not map it in processes forked from this one, where a write would reach its users."""

@@ -18,12 +18,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
+from sapwood.checkpoint.report import SaveReport
 from sapwood.checkpoint.staging import Batch, Staging
 from sapwood.events import Hold, Marker, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.worker import Worker
+from sapwood.state.packed import Packed
 from sapwood.trace import OFF, Tracer
 
 __all__ = ["MODES", "Backward", "Capture", "Lazy", "make_capture"]
@@ -55,9 +56,10 @@ class Capture:
         """Time spent copying, on all threads: the paper's preparation."""
         self.blocking_seconds = 0.0
         """Time the training thread spent in here."""
-        self.extras: Callable[[], dict[str, Any]] = dict
-        """Gives what was taken beside the tensors when the step ended."""
-        self.metrics: dict[str, float] = {}
+        self.extras: Callable[[], Packed] = Packed
+        """Encodes what was taken beside the tensors when the step ended."""
+        self.report: SaveReport | None = None
+        """Of the checkpoint; made when the step ended."""
         self._left = dict.fromkeys(parameters)
         self._done = done
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from sapwood.checkpoint.choose import choose_tiers
 from sapwood.checkpoint.engine import Engine, Freed, Progress, start_engine, tiers_to_read
+from sapwood.checkpoint.failures import Failures
 from sapwood.checkpoint.nodes import find_nodes, find_peers
 from sapwood.checkpoint.outcomes import OnDurable, Outcomes
 from sapwood.checkpoint.pool import StagingPool
@@ -62,7 +63,7 @@ class Checkpointer:
 
     Attributes:
         metrics: numbers saved with every checkpoint, for ``retention.best``; set them as you go.
-        stats: what each checkpoint cost, and when it was safe where.
+        stats: what each checkpoint cost, when it was safe where, and which ones failed, and why.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class Checkpointer:
         self._nodes = find_peers(run.group, self._nodes, self.specs)
         attempt = run.group.share_text("checkpoint attempt", secrets.token_hex(3))
         leads = self._nodes.ranks[0] == run.group.rank
-        self._outcomes = Outcomes(run, attempt, self.stats, on_durable, leads=leads)
+        self._failures = Failures(self.stats, self.settings.max_failures)
+        self._outcomes = Outcomes(run, attempt, self.stats, self._failures, on_durable, leads=leads)
         self._engine = self._start_engine()
         if leads:
             self._outcomes.pruners = self._make_pruners(retention)
@@ -112,6 +114,7 @@ class Checkpointer:
             extras=self._extras,
             metrics=self.metrics,
             stats=self.stats,
+            failures=self._failures,
             on_captured=on_captured,
         )
         self._deadline: float | None = None
@@ -168,12 +171,15 @@ class Checkpointer:
         added to ``self.metrics`` first. A step that was due is saved already, and only reported.
 
         Raises:
-            CheckpointError: no staging memory became free in time, or copying failed.
+            CheckpointError: no staging memory became free in time, copying failed, or something
+                that is to be saved failed to give its state, or gave one that cannot be kept.
         """
         self._check_open()
         self._run.check_between_steps("save()")
         self.metrics.update(metrics or {})
-        return self._saver.save(self._run.step_count)
+        report = self._saver.save(self._run.step_count)
+        self._failures.check()
+        return report
 
     def restore_latest(self, *, optimizer: bool = True) -> Restored | None:
         """Restore the newest whole checkpoint, on any number of ranks; None if there is none.
@@ -197,7 +203,7 @@ class Checkpointer:
     def _restore(self, step: int | None, optimizer: bool) -> Restored | None:
         self._check_open()
         self._run.check_between_steps("restore()")
-        self.wait()
+        self._drain(self.settings.drain_timeout)
         run = self._run
         files = () if optimizer else ("model",)
         with run.trace.span("ckpt_restore"):
@@ -226,9 +232,13 @@ class Checkpointer:
         """Wait until every checkpoint taken so far is durable in its tiers, or given up.
 
         Raises:
-            CheckpointError: it took longer than ``timeout`` (by default ``drain_timeout``) seconds.
+            CheckpointError: it took longer than ``timeout`` (by default ``drain_timeout``) seconds,
+                or more checkpoints in a row have failed than ``max_failures`` allows.
         """
-        seconds = self.settings.drain_timeout if timeout is None else timeout
+        self._drain(self.settings.drain_timeout if timeout is None else timeout)
+        self._failures.check()
+
+    def _drain(self, seconds: float) -> None:
         self._saver.drain(seconds)
         if not self._engine.drain(seconds):
             raise CheckpointError(f"checkpoints were still under way after {seconds:g} s")

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 
 from sapwood.checkpoint.commit import Commit
 from sapwood.checkpoint.engine import Durable, Failed
+from sapwood.checkpoint.failures import Failures
 from sapwood.checkpoint.pruner import Pruner
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
+from sapwood.errors import CheckpointError
 from sapwood.runtime.handle import RunHandle
 from sapwood.tiers.record import CheckpointId
 
@@ -30,12 +32,14 @@ class Outcomes:
         run: RunHandle,
         attempt: str,
         stats: CheckpointStats,
+        failures: Failures,
         on_durable: OnDurable | None,
         *,
         leads: bool,
     ) -> None:
         """``leads``: this rank watches for its node; the user's callback is rank 0's."""
         self._stats = stats
+        self._failures = failures
         self._trace = run.trace
         self._on_durable = on_durable if run.group.rank == 0 else None
         self.pruners: Mapping[str, Pruner] = {}
@@ -50,15 +54,26 @@ class Outcomes:
         if isinstance(progress, Failed):
             log.warning("checkpoint %s, tier %s: %s", progress.id, progress.tier, progress.message)
             if progress.final:
-                report.failed[progress.tier] = progress.message
+                self._failed(report, progress)
             return
         report.durable[progress.tier] = progress.seconds
+        if progress.tier != "memory":  # which alone is no safe place, and may be the only one now
+            self._failures.saved()
         if self._trace.on:
             now = time.perf_counter_ns()
             start = now - int(progress.seconds * 1e9)
             lane, step = f"ckpt {progress.tier}", progress.id.step
             self._trace.complete("ckpt_tier", start, now, lane=lane, step=step)
         self._commit.durable(progress.id, progress.tier)
+
+    def _failed(self, report: SaveReport, progress: Failed) -> None:
+        before = set(report.failed)
+        report.failed[progress.tier] = progress.message
+        lasting = set(report.lasting)
+        if lasting <= set(report.failed) and not lasting <= before:
+            reasons = "; ".join(f"tier {tier}: {report.failed[tier]}" for tier in report.lasting)
+            step = progress.id.step
+            self._failures.add(step, CheckpointError(f"step {step} is not saved: {reasons}"))
 
     def _whole(self, id: CheckpointId, tier: str) -> None:
         """Every rank's shard is safe in a tier; heard on one rank per node."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sapwood.tiers.record import CheckpointId
 
-__all__ = ["CheckpointStats", "SaveReport"]
+__all__ = ["CheckpointStats", "SaveFailure", "SaveReport"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +20,8 @@ class SaveReport:
     created: float = 0.0
     """Seconds since the epoch."""
     metrics: dict[str, float] = field(default_factory=dict)
+    tiers: tuple[str, ...] = ()
+    """Where it goes."""
     preparation_seconds: float = 0.0
     """Copying into staging memory, on any thread."""
     blocking_seconds: float = 0.0
@@ -35,6 +37,19 @@ class SaveReport:
     failed: dict[str, str] = field(default_factory=dict)
     """Tiers that gave up, and why."""
 
+    @property
+    def lasting(self) -> tuple[str, ...]:
+        """The tiers that must have it for it to be saved: not memory, unless there is no other."""
+        return tuple(tier for tier in self.tiers if tier != "memory") or self.tiers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailure:
+    """A checkpoint that this rank could not save."""
+
+    step: int
+    reason: str
+
 
 @dataclass(slots=True)
 class CheckpointStats:
@@ -43,6 +58,10 @@ class CheckpointStats:
     saves: list[SaveReport] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     """Steps that were due while both staging buffers were still on their way."""
+    failures: list[SaveFailure] = field(default_factory=list)
+    """Checkpoints that could not be captured, or that every lasting tier has given up."""
+    failures_in_a_row: int = 0
+    """How many of them came after the last one that was saved."""
 
     def of(self, id: CheckpointId) -> SaveReport | None:
         """The report of a checkpoint."""

@@ -21,8 +21,9 @@ from sapwood.checkpoint.inventory import Candidate, Inventory, Place, take_inven
 from sapwood.errors import CheckpointError, TierError
 from sapwood.runtime.group import Group
 from sapwood.state.apply import GivenState
+from sapwood.state.packed import unpack
 from sapwood.tiers.base import Stored, StoredShard, Tier, read_range
-from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.record import EXTRAS, CheckpointId, Range, ShardRecord
 from sapwood.tiers.spec import SHARED
 
 __all__ = ["Loaded", "Restored", "load_newest"]
@@ -178,12 +179,13 @@ class _Attempt:
     def _read(self) -> Loaded:
         tensors: dict[Key, Bytes] = {}
         records: dict[int, ShardRecord] = {}
+        regions: dict[int, Bytes] = {}
         used: dict[str, None] = {}
         for shard in range(self.candidate.world):
             record = records[shard] = self._record(shard)
             if (record.catalog, record.world) != (records[0].catalog, records[0].world):
                 raise CheckpointError(f"shards 0 and {shard} do not belong together")
-            self._fill(shard, record, tensors)
+            self._fill(shard, record, tensors, regions)
             place = self._place(shard)
             assert place is not None
             used[self.tiers[place.order].name] = None
@@ -197,8 +199,8 @@ class _Attempt:
         state = GivenState(
             catalog=records[0].catalog,
             tensors=tensors,
-            common=records[0].extras,
-            mine=mine.extras if mine is not None else {},
+            common=unpack(records[0].extras, regions.get(0, b"")),
+            mine={} if mine is None else unpack(mine.extras, regions.get(mine.rank, b"")),
         )
         return Loaded(about=about, state=state)
 
@@ -228,18 +230,25 @@ class _Attempt:
             raise _of(shard, CheckpointError(f"rank {sender} could not read shard {shard}"))
         return ShardRecord.decode(content, f"shard {shard} of {self.candidate.id}")
 
-    def _fill(self, shard: int, record: ShardRecord, tensors: dict[Key, Bytes]) -> None:
+    def _fill(
+        self,
+        shard: int,
+        record: ShardRecord,
+        tensors: dict[Key, Bytes],
+        regions: dict[int, Bytes],
+    ) -> None:
         sender = self._sender(shard)
         problem: CheckpointError | None = None
         for part in record.ranges:
-            if self.files and part.piece.file not in self.files:
+            if part.piece.file == EXTRAS:
+                found = self._region_part(record, part, regions, sent=sender is not None)
+                if found is None:
+                    continue
+                view = found
+            elif self.files and part.piece.file not in self.files:
                 continue
-            target = tensors.get(part.piece.key)
-            if target is None:
-                nbytes = record.catalog.by_key[part.piece.key].nbytes
-                target = tensors[part.piece.key] = fresh_memory(nbytes)
-            begin = part.piece.start + part.start
-            view = target[begin : begin + part.nbytes]
+            else:
+                view = _tensor_part(record, part, tensors)
             if sender in (None, self.group.rank) and problem is None:
                 try:
                     read_range(self._opened(shard), part, view)
@@ -252,6 +261,19 @@ class _Attempt:
                 self._broadcast(view, sender)
         if problem is not None:
             raise problem
+
+    def _region_part(
+        self, record: ShardRecord, part: Range, regions: dict[int, Bytes], *, sent: bool
+    ) -> Bytes | None:
+        """Where to read a part of what extras refer to; None if it need not be read here.
+
+        Rank 0's is everybody's; another rank's own is only passed by, where it is sent to all.
+        """
+        if record.rank not in (0, self.group.rank):
+            return fresh_memory(part.nbytes) if sent else None
+        if record.rank not in regions:
+            regions[record.rank] = fresh_memory(record.extras_bytes)
+        return regions[record.rank][part.start : part.start + part.nbytes]
 
     def _send_bytes(self, content: bytes, sender: int) -> bytes:
         size = np.array([len(content)], np.int64)
@@ -267,6 +289,15 @@ class _Attempt:
         self.group.broadcast(there, "sending a shard", source=sender).wait()
         if there is not here and sender != self.group.rank:
             here.copy_(there)
+
+
+def _tensor_part(record: ShardRecord, part: Range, tensors: dict[Key, Bytes]) -> Bytes:
+    target = tensors.get(part.piece.key)
+    if target is None:
+        nbytes = record.catalog.by_key[part.piece.key].nbytes
+        target = tensors[part.piece.key] = fresh_memory(nbytes)
+    begin = part.piece.start + part.start
+    return target[begin : begin + part.nbytes]
 
 
 class _ShardError(CheckpointError):

@@ -5,22 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from sapwood.checkpoint.agreement import Agreement
 from sapwood.checkpoint.auto import Pace
 from sapwood.checkpoint.capture import OWNER, Capture, make_capture
 from sapwood.checkpoint.engine import Engine, Job
+from sapwood.checkpoint.failures import Failures
 from sapwood.checkpoint.pool import StagingPool
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings
 from sapwood.checkpoint.timed import TimedSchedule
-from sapwood.errors import CheckpointError
+from sapwood.errors import CheckpointError, DeadlineError, SapwoodError, UsageError
 from sapwood.events import StepEnded, TensorUpdated
+from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.worker import Worker
 from sapwood.state.extras import Extras
+from sapwood.state.packed import Packed
 from sapwood.state.shards import ShardPlan
 from sapwood.tiers.record import CheckpointId
 from sapwood.tiers.spec import TierSpec
@@ -45,14 +50,18 @@ class Saver:
         extras: Extras,
         metrics: Mapping[str, float],
         stats: CheckpointStats,
+        failures: Failures,
         on_captured: Callable[[SaveReport], None] | None,
     ) -> None:
-        """``metrics`` is looked at when a step is saved; ``stats`` gets a report of each."""
+        """``metrics`` is looked at when a step is saved; ``stats`` gets a report of each.
+
+        ``failures`` hears of steps that could not be captured.
+        """
         self._run, self._settings = run, settings
         self._engine, self._pool = engine, pool
         self._attempt, self._specs = attempt, specs
         self._extras, self._metrics = extras, metrics
-        self._stats, self._on_captured = stats, on_captured
+        self._stats, self._failures, self._on_captured = stats, failures, on_captured
         self._schedule = _make_schedule(run, settings, f"ckpt/{attempt}/due")
         self._agreement = Agreement(run.group, attempt)
         self.pace = Pace(settings, speaks=run.group.rank == 0)
@@ -61,6 +70,8 @@ class Saver:
         self._capture_step = 0
         self._saved = 0
         self._latest = -1
+        self._report: SaveReport | None = None
+        self._problem: tuple[int, CheckpointError] | None = None
         self._trusted = False
         self._stuck = False
         self._failure: Exception | None = None
@@ -82,21 +93,26 @@ class Saver:
         Waits at most ``timeout`` seconds for staging memory, by default ``drain_timeout``.
 
         Raises:
-            CheckpointError: no staging memory became free in time, or copying failed.
+            CheckpointError: no staging memory became free in time, copying failed, or something
+                failed to give its state, or gave one that cannot be kept.
         """
         seconds = self._settings.drain_timeout if timeout is None else timeout
         if step != self._latest:
             self._disarm()
             capture = self._begin_within(step, seconds)
             if capture is None:
-                raise CheckpointError(
-                    f"step {step} is not saved: earlier checkpoints were not written in "
-                    f"{seconds:.3g} s; see the tiers' warnings, or save less often"
-                )
-            self._end(capture, step)
-            self._arm(step + 1)
+                late = f"earlier checkpoints were not written in {seconds:.3g} s"
+                advice = "see the tiers' warnings, or save less often"
+                self._not_saved(step, CheckpointError(f"{late}; {advice}"))
+            else:
+                self._end(capture, step)
+                self._arm(step + 1)
         self._worker.drain(seconds)
         self._raise_failure()
+        failed, error = self._problem or (-1, CheckpointError())
+        if failed == step:
+            self._failures.told()
+            raise error
         report = self._stats.of(CheckpointId(step, self._attempt))
         if report is None:
             raise CheckpointError(f"step {step} was not captured; see the log")
@@ -124,6 +140,9 @@ class Saver:
         """At the end there is no next step to raise it in."""
         if self._failure is not None:
             log.error("the last checkpoint was not saved: %s", self._failure)
+        elif self._stats.failures_in_a_row:
+            last = self._stats.failures[-1]
+            log.error("the last checkpoint was not saved: %s", last.reason)
 
     # -- events ------------------------------------------------------------------------------
 
@@ -137,9 +156,8 @@ class Saver:
 
     def _step_ended(self, event: StepEnded) -> None:
         capture, self._capture = self._capture, None
-        latest = self._stats.saves[-1] if self._stats.saves else None
         waited = self._run.fence_wait(OWNER)
-        self.pace.step_ended(latest, saved=capture is not None, waited=waited)
+        self.pace.step_ended(self._report, saved=capture is not None, waited=waited)
         if capture is not None and self._capture_step == event.step:
             self._finish(capture, event.step)
         elif self._schedule.due == event.step:
@@ -148,11 +166,13 @@ class Saver:
         self._arm(event.step + 1)
         self._worker.check()
         self._raise_failure()
+        self._failures.check()
 
     def _raise_failure(self) -> None:
-        """Raise what went wrong since the last time, in the background or just now."""
+        """Raise what must not be ignored, from the background or just now."""
         failure, self._failure = self._failure, None
         if failure is not None:
+            self._failures.told()
             raise failure
 
     # -- one checkpoint ----------------------------------------------------------------------
@@ -178,7 +198,7 @@ class Saver:
         if staging is None:
             return None
         plan = self._pool.plan  # by the time it is complete, the run may have another
-        done: Callable[[Capture], None] = lambda c: self._captured(c, step, plan)  # noqa: E731
+        done: Callable[[Capture], None] = lambda c: self._complete(c, step, plan)  # noqa: E731
         parameters, trace = self._pool.contents.by_parameter, self._run.trace
         capture = make_capture(mode, staging, parameters, done, self._worker, trace)
         capture.on_error = lambda error: self._spoilt(step, error)
@@ -223,19 +243,28 @@ class Saver:
         self._schedule.saved(step)
 
     def _end(self, capture: Capture, step: int) -> None:
-        """The step's state is complete: take what is small at once, and let the capture end."""
-        self._latest = step
+        """The step's state is complete: copy what is beside tensors, and let the capture end."""
+        self._latest, self._problem = step, None
         start = time.perf_counter()
         try:
-            capture.metrics = dict(self._metrics)
-            groups = self._run.optimizer.param_groups
-            contents = self._pool.contents
-            taken, tied = self._extras.take(step, groups, contents.plain), dict(contents.tied)
-            # Beside the catalog, whose rows other versions read too, and only where there are some.
-            capture.extras = (lambda: {**taken(), "tied": tied}) if tied else taken
-        except Exception:
+            metrics = _numbers(self._metrics)
+            groups, contents = self._run.optimizer.param_groups, self._pool.contents
+            common = self._run.group.rank == 0
+            taken = self._extras.take(step, groups, contents.plain, common=common)
+        except Exception as error:
             self._abandon(capture)
-            raise
+            self._not_saved(step, error)
+            return
+        # Beside the catalog, whose rows other versions read too, and only where there are some.
+        more = {"metrics": metrics} | ({"tied": dict(contents.tied)} if contents.tied else {})
+        capture.extras = lambda: _with(taken(), more)
+        self._report = capture.report = SaveReport(
+            id=CheckpointId(step, self._attempt),
+            mode=capture.mode,
+            nbytes=0,
+            created=time.time(),
+            metrics=metrics,
+        )
         capture.blocking_seconds += time.perf_counter() - start
         capture.ended()
 
@@ -250,52 +279,120 @@ class Saver:
             f"{type(cause).__name__}: {cause}"
         )
         error.__cause__ = cause
-        self._failure = self._failure or error
+        self._not_saved(step, error)
+
+    def _not_saved(self, step: int, cause: Exception) -> None:
+        """Tell the training, on whichever thread this is found out."""
+        if isinstance(cause, CheckpointError) and str(cause).startswith(f"step {step} is not"):
+            error = cause
+        else:
+            known = isinstance(cause, SapwoodError)
+            text = str(cause) if known else f"{type(cause).__name__}: {cause}"
+            error = CheckpointError(f"step {step} is not saved: {text}")
+            error.__cause__ = cause
+        self._forget(step)
+        self._problem = step, error
+        self._failures.add(step, error)
+
+    def _forget(self, step: int) -> None:
+        """It may be tried again."""
+        if self._latest == step:
+            self._latest = -1
 
     # -- handing over ------------------------------------------------------------------------
 
-    def _captured(self, capture: Capture, step: int, plan: ShardPlan) -> None:
-        """Hand a complete capture over; called on any thread, so errors wait for the next step."""
-        job: Job | None = None
-        if capture.error is None:
-            try:
+    def _complete(self, capture: Capture, step: int, plan: ShardPlan) -> None:
+        """All tensors are copied; called on any thread, so errors wait for the next step."""
+        good = capture.error is None
+        try:
+            if good:
                 self._agreement.check(plan, step)
-                job = self._job(capture, step, plan)
-            except Exception as error:
-                self._failure = self._failure or error
-        if job is None:
-            self._latest = -1  # it may be tried again
+        except Exception as error:
+            self._not_saved(step, error)
+            self._failure = self._failure or error  # at once: it would be so again, every time
+            good = False
+        if not good:
+            self._forget(step)
             self._pool.give_back(capture.staging.number)
             return
-        report = SaveReport(
-            id=job.id,
-            mode=capture.mode,
-            nbytes=capture.staging.arena.nbytes,
-            created=job.created,
-            metrics=capture.metrics,
-        )
+        self._in_background(lambda: self._hand_over(capture, step, plan))
+        if self._settings.engine == "sync" and capture.mode != "lazy":
+            # The rank waits until its shard is durable; what takes too long is reported there.
+            with suppress(DeadlineError):
+                self._worker.drain(self._settings.drain_timeout)
+
+    def _in_background(self, job: Callable[[], None]) -> None:
+        """Do what may take long off the training's thread: encoding what is beside tensors."""
+        if not self._worker.is_current():
+            try:
+                self._worker.submit(job)
+                return
+            except UsageError:
+                log.debug("the last checkpoint is handed over by whoever closes")
+        job()
+
+    def _hand_over(self, capture: Capture, step: int, plan: ShardPlan) -> None:
+        """Give a complete capture to the engine."""
+        report = capture.report
+        assert report is not None
+        try:
+            job = self._job(capture, report, plan)
+        except Exception as error:
+            self._pool.give_back(capture.staging.number)
+            self._not_saved(step, error)
+            return
+        report.nbytes, report.tiers = job.nbytes, job.tiers
         report.preparation_seconds = capture.copy_seconds
         report.blocking_seconds = capture.blocking_seconds
         self._stats.saves.append(report)
         self._saved += 1
         try:
             self._engine.submit(job)
+        except Exception as error:
+            self._not_saved(step, error)
+            return
+        try:
             if self._on_captured is not None:
                 self._on_captured(report)
         except Exception as error:
             self._failure = self._failure or error
 
-    def _job(self, capture: Capture, step: int, plan: ShardPlan) -> Job:
-        extras: dict[str, Any] = {**capture.extras(), "metrics": capture.metrics}
+    def _job(self, capture: Capture, report: SaveReport, plan: ShardPlan) -> Job:
+        packed, capture.extras = capture.extras(), Packed  # which keeps nothing alive
+        rank = self._run.group.rank
+        faults.point("checkpoint.extras", step=report.id.step)
+        packed.write(capture.staging.arena.write_at, plan.shards[rank].extras_at)
         return Job(
-            id=CheckpointId(step, self._attempt),
-            rank=self._run.group.rank,
+            id=report.id,
+            rank=rank,
             arena=capture.staging.number,
             plan=plan,
-            created=time.time(),
-            extras=extras,
+            created=report.created,
+            extras=packed.extras,
+            extras_bytes=packed.nbytes,
             tiers=tuple(s.kind for s in self._specs if self._saved % s.every == 0),
         )
+
+
+def _with(packed: Packed, more: Mapping[str, Any]) -> Packed:
+    return replace(packed, extras={**packed.extras, **more})
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers, also those of numpy and tensors of one element.
+
+    Raises:
+        CheckpointError: one is no number.
+    """
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = value if type(value) in (int, float) else float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"ckpt.metrics[{name!r}] is a {type(value).__name__}, expected a number"
+            ) from error
+    return found
 
 
 def _make_schedule(

@@ -36,6 +36,9 @@ class CheckpointSettings:
     """Seconds a step that is due waits for staging memory; then it is not saved."""
     drain_timeout: float = 600.0
     """Seconds ``close`` waits for checkpoints that are under way."""
+    max_failures: int | None = 5
+    """Checkpoints in a row that may fail with a warning; from then on the training is told by an
+    exception. None: never."""
 
     @property
     def steps(self) -> int | None:
@@ -54,7 +57,7 @@ class CheckpointSettings:
                 f"every is {self.every!r}, expected a number of steps such as 50, or a time with a "
                 'unit such as "90s" or "10min"'
             )
-        for name in ("steps", "keep"):
+        for name in ("steps", "keep", "max_failures"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 name = "every" if name == "steps" else name

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog, Entry
-from sapwood.tiers.base import StoredShard, read_range
+from sapwood.tiers.base import StoredShard, read_extras, read_range
 from sapwood.tiers.record import CheckpointId
 
 __all__ = ["Snapshot"]
@@ -48,9 +48,13 @@ class Snapshot:
         return [rank for rank in range(self.world) if rank not in self.shards]
 
     def extras(self, rank: int) -> Mapping[str, Any]:
-        """What a rank saved beside its tensors, still in JSON form; empty if it was not there."""
+        """What a rank saved beside its tensors, for ``from_plain``; empty if it was not there.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
         shard = self.shards.get(rank)
-        return {} if shard is None else shard.record.extras
+        return {} if shard is None else read_extras(shard)
 
     def load(self, keys: Collection[Key]) -> dict[Key, npt.NDArray[np.uint8]]:
         """The bytes of these tensors.

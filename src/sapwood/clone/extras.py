@@ -8,17 +8,17 @@ then: before the next forward pass with gradients, or when the run is closed.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from sapwood.clone.schedules import OF_SCHEDULES, is_scheduler
 from sapwood.errors import ConfigError
 from sapwood.runtime.handle import RunHandle
-from sapwood.state.extras import Extras, Stateful, random_state
+from sapwood.state.extras import Extras, Stateful, Taking
+from sapwood.state.packed import Packed
 from sapwood.state.tensors import named_parameters
 
 __all__ = ["CloneExtras", "StepExtras"]
@@ -66,68 +66,18 @@ class StepExtras:
 
     def __init__(self, extras: CloneExtras, run: RunHandle, step: int, plain: Any) -> None:
         """Take what changes from now on; ``plain`` is optimizer state that is not tensors."""
-        self._extras, self._run, self._step, self._plain = extras, run, step, plain
-        self._late = extras.late(run)
-        groups = run.optimizer.param_groups
-        if not self._late:
-            self._taken: Callable[[], Any] | None = extras.take(step, groups, plain)
-            return
-        self._taken = None
-        self._drawn = random_state()
-        self._plain = _copied(plain)
-        self._groups = [_copied({k: v for k, v in g.items() if k != "params"}) for g in groups]
-        self._shared = self._stand_ins(extras.shared)
-        self._own = self._stand_ins(extras.own)
-
-    @property
-    def complete(self) -> bool:
+        groups, late = run.optimizer.param_groups, extras.late(run)
+        self._run = run
+        self._taking = Taking(extras, step, groups, plain, common=run.group.rank == 0, late=late)
+        self.complete = not late
         """Whether there is nothing to wait for."""
-        return self._taken is not None
 
-    def take(self) -> Callable[[], Any]:
+    def take(self) -> Callable[[], Packed]:
         """Everything, in the form ``Extras.take`` gives it."""
-        if self._taken is None:
-            for group, now in zip(self._groups, self._run.optimizer.param_groups, strict=True):
-                # An optimizer may count in its groups: only what a scheduler sets is newer.
-                group.update({k: _copied(now[k]) for k in _SET_BY_SCHEDULERS if k in now})
-            whole = Extras(self._shared, self._own)
-            self._taken = whole.take(self._step, self._groups, self._plain, drawn=self._drawn)
-        return self._taken
-
-    def _stand_ins(self, things: Mapping[str, Stateful]) -> dict[str, Stateful]:
-        """What is late itself, and for all else its state of now."""
-        return {
-            name: thing if name in self._late else _Past(_copied(thing.state_dict()))
-            for name, thing in things.items()
-        }
-
-
-class _Past:
-    """Something stateful as it was."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        return self._state
-
-    def load_state_dict(self, state_dict: Any, /) -> None:
-        raise NotImplementedError("this is a copy of a state, with nothing to give another one to")
-
-
-def _copied(value: Any) -> Any:
-    """A value that no longer changes, of the kinds that a state may hold."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, (np.ndarray, bytearray, Counter, set)):
-        return value.copy()
-    if isinstance(value, Mapping):
-        return {key: _copied(one) for key, one in value.items()}
-    if isinstance(value, deque):
-        return deque(map(_copied, value))
-    if isinstance(value, list):
-        return [_copied(one) for one in value]
-    return tuple(map(_copied, value)) if isinstance(value, tuple) else value
+        if self.complete:
+            return self._taking.complete()
+        # An optimizer may count in its groups: only what a scheduler sets is newer.
+        return self._taking.complete(self._run.optimizer.param_groups, _SET_BY_SCHEDULERS)
 
 
 def _copies_weights(thing: Stateful, run: RunHandle) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from sapwood.clone.plan import Key
@@ -19,7 +21,7 @@ from sapwood.errors import CloneError
 from sapwood.state.catalog import Catalog
 from sapwood.state.contents import Contents, byte_view
 
-__all__ = ["read_state", "remove_state", "write_state"]
+__all__ = ["read_extras", "read_state", "remove_state", "write_extras", "write_state"]
 
 
 def _home(folder: Path, session: str) -> Path:
@@ -34,7 +36,7 @@ def write_state(folder: Path, session: str, contents: Contents) -> Path:
     """
     home = _home(folder, session)
     try:
-        home.mkdir(parents=True)
+        home.mkdir(parents=True, exist_ok=True)
         for layout in contents.catalog.layouts.values():
             with (home / layout.filename).open("wb", buffering=0) as file:
                 file.write(layout.header)
@@ -47,6 +49,35 @@ def write_state(folder: Path, session: str, contents: Contents) -> Path:
     except OSError as error:
         raise CloneError(f"cannot write {home}: {error.strerror or error}") from error
     return home.resolve()
+
+
+def write_extras(folder: Path, session: str, rank: int, memory: npt.NDArray[np.uint8]) -> Path:
+    """Write what a rank has beside tensors below the run's folder; where it is.
+
+    Raises:
+        CloneError: it cannot be written.
+    """
+    path = _home(folder, session) / f"extras-{rank}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb", buffering=0) as file:
+            _write_all(file, memory.data)
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CloneError(f"cannot write {path}: {error.strerror or error}") from error
+    return path.resolve()
+
+
+def read_extras(path: Path) -> npt.NDArray[np.uint8]:
+    """What ``write_extras`` has written.
+
+    Raises:
+        CloneError: it cannot be read.
+    """
+    try:
+        return np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise CloneError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:

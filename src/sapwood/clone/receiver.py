@@ -8,7 +8,6 @@ counts only when all clones have verified all of it.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
@@ -23,15 +22,15 @@ from torch import Tensor, nn
 
 from sapwood.clone.arrival import Arrival
 from sapwood.clone.asking import ask_donors, check_model
+from sapwood.clone.beside import SLOT, from_bytes, receive
 from sapwood.clone.checks import size_of_digests, unpack_digests
-from sapwood.clone.filed import read_state
+from sapwood.clone.filed import read_extras, read_state
 from sapwood.clone.manifest import Manifest
 from sapwood.clone.order import ForkedFrom, ForkOrder
 from sapwood.clone.places import Places
 from sapwood.clone.plan import Message
 from sapwood.clone.session import Session
 from sapwood.clone.settings import CloneSettings
-from sapwood.clone.slot import SLOT, unpack_text
 from sapwood.errors import CloneError, SapwoodError
 from sapwood.runtime import faults
 from sapwood.runtime.group import Group
@@ -72,7 +71,7 @@ class Receiver:
         self._among: dist.ProcessGroup | None = None
         """Of the clones, for this fork only: the messages they pass on are no others'."""
         self._extras: dict[int, Any] = {}
-        self._slots: dict[int, Tensor] = {}
+        self._beside: dict[int, Any] = {}
         self._told = threading.Event()
         self._checks: list[tuple[int, Tensor, Transfer]] = []
         self._closing: threading.Thread | None = None
@@ -139,11 +138,11 @@ class Receiver:
             self._checks.append((donor, marks, link.recv(donor, self.plan.checks_tag, marks)))
         extras = []
         for donor in self._donors_of_extras:
-            self._slots[donor] = slot = self.arrival.empty(SLOT)
-            extras.append(link.recv(donor, self.plan.extras_tag, slot))
+            slot = self.arrival.empty(SLOT)
+            extras.append((donor, slot, link.recv(donor, self.plan.extras_tag, slot)))
         passed = self._post_passed()
         self._start("sapwood-clone-receive", lambda: self._receive(coming))
-        self._start("sapwood-clone-extras", lambda: self._receive_extras(extras))
+        self._start("sapwood-clone-extras", lambda: self._receive_extras(link, extras))
         if passed:
             self._start("sapwood-clone-relay", lambda: self._receive_passed(passed))
 
@@ -191,10 +190,9 @@ class Receiver:
         what, timeout = f"waiting for donor {donor} to end its step", self._settings.step_timeout
         if self._link is not None:
             self.arrival.wait_while(self._told, session.check, what, timeout)
-            text = unpack_text(self._slots[donor])
-            if text:
-                return json.loads(text)
-        return session.hear(f"extras/{donor}", what, timeout)
+            return self._beside[donor]
+        path = Path(session.hear(f"extras/{donor}", what, timeout))
+        return from_bytes(read_extras(path), self._manifest.algorithm)
 
     # -- receiving, on threads ---------------------------------------------------------------
 
@@ -229,11 +227,14 @@ class Receiver:
         for _, work in passing:
             work.wait(timedelta(seconds=self._settings.step_timeout))
 
-    def _receive_extras(self, extras: Sequence[Transfer]) -> None:
+    def _receive_extras(self, link: Link, extras: Sequence[tuple[int, Tensor, Transfer]]) -> None:
         if not self._wait_for_fire():
             return
-        for transfer in extras:
-            transfer.wait(self._settings.step_timeout)
+        timeout, tag = self._settings.step_timeout, self.plan.extras_tag
+        for donor, slot, transfer in extras:
+            transfer.wait(timeout)
+            memory = receive(slot, link, donor, tag, self.arrival.empty, timeout)
+            self._beside[donor] = from_bytes(memory, self._manifest.algorithm)
         self._told.set()
 
     def _wait_for_fire(self) -> bool:

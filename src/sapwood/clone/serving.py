@@ -7,17 +7,15 @@ a step ends.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
+from sapwood.clone.beside import send, to_bytes
 from sapwood.clone.extras import CloneExtras, StepExtras
-from sapwood.clone.filed import remove_state, write_state
+from sapwood.clone.filed import remove_state, write_extras, write_state
 from sapwood.clone.manifest import Manifest
 from sapwood.clone.places import Places
 from sapwood.clone.plan import ClonePlan
@@ -25,13 +23,14 @@ from sapwood.clone.report import ForkReport
 from sapwood.clone.sender import Sender
 from sapwood.clone.session import Session
 from sapwood.clone.settings import CloneSettings
-from sapwood.clone.slot import SLOT, pack_text
 from sapwood.clone.terms import make_manifest, owners_of_buckets
 from sapwood.errors import CloneError, SapwoodError
 from sapwood.events import Hold, Marker, StepBegan, Subscription, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
 from sapwood.state.contents import Contents, collect
+from sapwood.state.packed import Packed
+from sapwood.tiers.digest import DEFAULT_ALGORITHM
 from sapwood.transport.base import Ends, Link, Transfer
 from sapwood.transport.choose import open_link
 
@@ -67,6 +66,7 @@ class Serving:
         self._link: Link | None = None
         self._plan: ClonePlan | None = None
         self._device = "cpu"
+        self._algorithm = DEFAULT_ALGORITHM
         self._told: list[Transfer] = []
         self._sender: Sender | None = None
         self._waiting: dict[int, set[str]] = {}
@@ -80,7 +80,7 @@ class Serving:
             self._go.set()
         self._fire: int | None = None
         self._may_fire = False
-        self._taken: Callable[[], dict[str, Any]] = dict
+        self._taken: Callable[[], Packed] = Packed
         self._taking: StepExtras | None = None
         self._next_step: Subscription | None = None
         self._all_taken = threading.Event()
@@ -102,6 +102,10 @@ class Serving:
             self._step_ended(step)
         except SapwoodError as error:
             self.fail(str(error))
+        except Exception as error:
+            # Whatever it is, it is the fork's problem, and no reason to end the training.
+            log.exception("unforeseen, while a fork looks at the run")
+            self.fail(f"{type(error).__name__}: {error}")
 
     def _step_ended(self, step: int) -> None:
         if self._contents is None:
@@ -255,6 +259,7 @@ class Serving:
             session.say("manifest", terms.encode())
         text = session.hear("manifest", "waiting for rank 0", timeout)
         manifest = Manifest.decode(text)
+        self._algorithm = manifest.algorithm
         session.until(
             lambda: session.counted("agreed") >= self._clones, "waiting for the clones", timeout
         )
@@ -331,20 +336,20 @@ class Serving:
         log.info("%d clones go their own way from step %d", self._clones, self.report.step)
 
     def _tell_extras(self) -> None:
-        """By the link, which has the shortest way; what is too long for it, by the store."""
-        rank = self._run.group.rank
-        taken = self._taken()
-        slot = pack_text(json.dumps(taken))
-        if self._plan is None or slot is None:
-            self._session.say(f"extras/{rank}", taken)
-        if self._plan is None or self._link is None:
+        """Rank 0's to every clone, another rank's to the clone that goes on in its place."""
+        rank, plan = self._run.group.rank, self._plan
+        clones = [clone for clone in range(self._clones) if rank in (0, clone)]
+        if not clones:
             return
-        slot = torch.zeros(SLOT, dtype=torch.uint8) if slot is None else slot
-        for clone in range(self._plan.clones):
-            if rank in (0, clone):
-                end = self._plan.donors + clone
-                data = slot.to(self._device)
-                self._told.append(self._link.send(end, self._plan.extras_tag, data))
+        taken, self._taken = self._taken(), Packed
+        memory = to_bytes(taken, self._algorithm)
+        if plan is None or self._link is None:
+            path = write_extras(self._run.folder, self._session.name, rank, memory)
+            self._session.say(f"extras/{rank}", str(path))
+            return
+        ends = [plan.donors + clone for clone in clones]
+        timeout = self._settings.send_timeout
+        self._told = send(memory, self._link, ends, plan.extras_tag, self._device, timeout)
 
     def fail(self, why: str) -> None:
         """End the fork; the training goes on."""
@@ -387,7 +392,8 @@ class Serving:
         self.stop()
         if self._sender is not None:
             self._sender.join(5.0)
-        if self._run.group.rank == 0 and self.report.approach == "file":
+        self._told = []
+        if self.report.approach == "file":
             remove_state(self._run.folder, self._session.name)
         self._session.close()
 

@@ -3,7 +3,7 @@
 posted      clones that are ready to receive
 opened      donors that are ready to send
 fire        the step whose state is sent
-extras/n    what donor n has beside tensors, if it is long
+extras/n    the file with what donor n has beside tensors, in a fork through files
 ready       all clones have begun
 failed      none does, and why
 """
@@ -23,6 +23,8 @@ from sapwood.runtime.stores import PrefixStore, Store, TCPStore
 __all__ = ["Session", "dial"]
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
+_LONGEST = 7 * 2**20
+"""At 8 MiB torch's store drops the connection, and with it all forks of the run to come."""
 
 
 def dial(host: str, port: int, timeout: float) -> Store:
@@ -63,8 +65,17 @@ class Session:
         return int(self._try(lambda: self.store.add(key, 0)))
 
     def say(self, key: str, value: Any) -> None:
-        """Leave a plain value."""
-        self._try(lambda: self.store.set(key, json.dumps(value)))
+        """Leave a plain value.
+
+        Raises:
+            CloneError: the store is gone, or would break off at a value of this size.
+        """
+        text = json.dumps(value)
+        if len(text) > _LONGEST:
+            raise CloneError(
+                f"{key} has {len(text)} bytes, the store of a fork takes at most {_LONGEST}"
+            )
+        self._try(lambda: self.store.set(key, text))
 
     def heard(self, key: str) -> Any:
         """What was left, or None."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from sapwood.errors import CheckpointError
-from sapwood.state.plain import from_plain, to_plain
+from sapwood.errors import CheckpointError, ConfigError
+from sapwood.state.copier import Copier
+from sapwood.state.packed import MARK, Blob, Packed, pack
+from sapwood.state.plain import from_plain
 
-__all__ = ["Extras", "Stateful", "random_state", "set_random_state"]
+__all__ = ["Extras", "Stateful", "Taking", "random_state", "set_random_state"]
 
 
 class Stateful(Protocol):
@@ -30,40 +33,35 @@ class Stateful(Protocol):
 class Extras:
     """The stateful things of a run, by name, saved and restored together.
 
-    What all ranks have in common is saved once, by the lowest rank there is; random state and the
-    position in the data are each rank's own.
+    What all ranks have in common is saved once, by rank 0; random state and the position in the
+    data are each rank's own.
     """
 
     def __init__(self, shared: Mapping[str, Stateful], own: Mapping[str, Stateful]) -> None:
-        """``shared`` is the same on every rank; ``own`` differs."""
+        """``shared`` is the same on every rank; ``own`` differs.
+
+        Raises:
+            ConfigError: something has a name that has another meaning in a checkpoint.
+        """
+        if MARK in {*shared, *own}:
+            raise ConfigError(f"{MARK!r} cannot be the name of something to save; use another")
         self.shared = dict(shared)
         self.own = dict(own)
 
     def take(
-        self,
-        step: int,
-        groups: Iterable[Mapping[str, Any]],
-        plain: Any,
-        *,
-        drawn: Mapping[str, Any] | None = None,
-    ) -> Callable[[], dict[str, Any]]:
-        """Everything as it is now; call the result, at leisure, for the JSON form of it.
+        self, step: int, groups: Iterable[Mapping[str, Any]], plain: Any, *, common: bool
+    ) -> Callable[[], Packed]:
+        """Everything as it is now; call the result, on another thread, to have it encoded.
 
-        ``groups`` are the optimizer's, ``plain`` its state that is not tensors, ``drawn`` the
-        random state if it was taken earlier.
+        ``groups`` are the optimizer's, ``plain`` its state that is not tensors. What all ranks have
+        in common is copied where ``common`` is set, and only looked at elsewhere: all ranks refuse
+        the same things.
+
+        Raises:
+            CheckpointError: something failed to give its state, or gave one that cannot be kept; it
+                says which.
         """
-        raw = random_state() if drawn is None else drawn
-        taken = {
-            "step": step,
-            "groups": [
-                to_plain({k: v for k, v in g.items() if k != "params"}, f"parameter group {n}")
-                for n, g in enumerate(groups)
-            ],
-            "optimizer": to_plain(plain, "the optimizer's state"),
-            "shared": {n: to_plain(s.state_dict(), n) for n, s in self.shared.items()},
-            "own": {n: to_plain(s.state_dict(), n) for n, s in self.own.items()},
-        }
-        return lambda: {**taken, "random": to_plain(raw, "random state")}
+        return Taking(self, step, groups, plain, common=common).complete()
 
     def restore(self, common: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
         """Give everything its state back; ``mine`` is empty on a rank that was not there.
@@ -77,6 +75,89 @@ class Extras:
         elif self.own:
             notes.append("this rank was not part of the saved run: its own state starts anew")
         return notes
+
+
+class Taking:
+    """The extras of one step, as they are now but for what is late, which ``complete`` takes."""
+
+    def __init__(
+        self,
+        extras: Extras,
+        step: int,
+        groups: Iterable[Mapping[str, Any]],
+        plain: Any,
+        *,
+        common: bool,
+        late: Collection[str] = (),
+    ) -> None:
+        """As ``Extras.take``; ``late`` are names of shared or own things that still change.
+
+        Raises:
+            CheckpointError: something failed to give its state, or gave one that cannot be kept.
+        """
+        self._step, self._common = step, common
+        self._drawn = random_state()
+        self._copier = copier = Copier()
+        shared = copier if common else Copier(copies=False)
+        self._taken: dict[tuple[str, ...], Any] = {}
+        self._late: list[tuple[str, str, Stateful, Copier]] = []
+        self._take_options(groups)
+        self._taken["optimizer",] = shared.take(dict(plain), "the optimizer's state")
+        for section, things, by in (("shared", extras.shared, shared), ("own", extras.own, copier)):
+            for name, thing in things.items():
+                if name in late:
+                    self._late.append((section, name, thing, by))
+                else:
+                    self._taken[section, name] = _state_of(name, thing, by)
+
+    def complete(
+        self, groups: Iterable[Mapping[str, Any]] = (), newer: Collection[str] = ()
+    ) -> Callable[[], Packed]:
+        """Take what is late, and of the parameter groups the options ``newer``.
+
+        Raises:
+            CheckpointError: something failed to give its state, or gave one that cannot be kept.
+        """
+        self._take_options({k: v for k, v in g.items() if k in newer} for g in groups)
+        for section, name, thing, by in self._late:
+            self._taken[section, name] = _state_of(name, thing, by)
+        blobs, common = self._copier.blobs, self._common
+        return lambda: _encoded(self._step, self._drawn, self._taken, blobs, common=common)
+
+    def _take_options(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        for number, group in enumerate(groups):
+            options = {k: v for k, v in group.items() if k != "params"}
+            taken = self._copier.take(options, f"parameter group {number}")
+            self._taken.setdefault(("groups", str(number)), {}).update(taken)
+
+
+def _state_of(name: str, thing: Stateful, copier: Copier) -> Any:
+    try:
+        return copier.take(thing.state_dict(), name)
+    except CheckpointError:
+        raise
+    except Exception as error:  # it is the user's, and must not end the training
+        raise CheckpointError(
+            f"the state of {name} could not be taken: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _encoded(
+    step: int,
+    drawn: Mapping[str, Any],
+    taken: Mapping[tuple[str, ...], Any],
+    blobs: Iterable[Blob],
+    *,
+    common: bool,
+) -> Packed:
+    """What was taken and ``drawn``, the random state, which does not change and could wait."""
+    copier = Copier()
+    entries = {("random", n): copier.take(v, "random state") for n, v in drawn.items()}
+    entries |= {path: v for path, v in taken.items() if common or path[0] in ("groups", "own")}
+    found = pack(entries, (*copier.blobs, *blobs))
+    extras = {"step": step, "optimizer": {}, "shared": {}, "own": {}, **found.extras}
+    extras["groups"] = list(extras.get("groups", {}).values())
+    return replace(found, extras=extras)
 
 
 def _give(here: Mapping[str, Stateful], saved: Mapping[str, Any]) -> list[str]:

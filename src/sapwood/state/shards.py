@@ -62,6 +62,15 @@ class Shard:
         last = self.pieces[-1]
         return _up(last.at + last.nbytes, ALIGNMENT)
 
+    @property
+    def extras_at(self) -> int:
+        """Where what is saved beside tensors begins in the shard's memory: at the next page."""
+        return _up(self.nbytes, PAGE)
+
+    def nbytes_with(self, extras: int) -> int:
+        """Size of the shard's memory with so many bytes of what is saved beside tensors."""
+        return self.extras_at + extras if extras else self.nbytes
+
     def to_json(self, catalog: Catalog) -> list[list[int]]:
         """Its pieces as plain values; they name tensors by their place in the catalog."""
         index = {entry.key: n for n, entry in enumerate(catalog.entries)}

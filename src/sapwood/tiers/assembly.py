@@ -1,7 +1,8 @@
 """Shards as parts of standard safetensors files, written by all ranks at once.
 
 Every rank knows the layout of the files from the catalog and writes its own bytes to their places.
-The header is rank 0's; nobody needs it before the checkpoint is complete.
+The header is rank 0's; nobody needs it before the checkpoint is complete. What a rank saved beside
+tensors, where it is more than its record holds, is a file of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from sapwood.tiers.digest import matches
 from sapwood.tiers.files import Files, FileWriter
 from sapwood.tiers.local import record_name
 from sapwood.tiers.manifest import MANIFEST, Manifest
-from sapwood.tiers.record import Range, ShardRecord
+from sapwood.tiers.record import EXTRAS, Range, ShardRecord
 from sapwood.tiers.shardfile import read_exactly
 
-__all__ = ["AssembledShard", "check_published", "write_pieces"]
+__all__ = ["AssembledShard", "check_published", "extras_name", "write_pieces"]
 
 _SMALL = 64 * 1024
 """Neighbours in a file that are smaller than this are written in one system call."""
@@ -48,6 +49,16 @@ def write_pieces(files: Files, folder: Path, record: ShardRecord, data: Any) -> 
                 else:
                     writer.write_parts(offset, parts)
             writer.sync()
+    if record.extras_bytes:
+        with files.share(folder / extras_name(record.rank)) as writer:
+            writer.resize(record.extras_bytes)
+            writer.write_at(0, memory[record.shard.extras_at : record.nbytes])
+            writer.sync()
+
+
+def extras_name(rank: int) -> str:
+    """The file of the bytes that a rank's extras refer to."""
+    return f"shard-{rank}.extras"
 
 
 def _lay_out(writer: FileWriter, layout: FileLayout, rank: int) -> None:
@@ -126,7 +137,10 @@ class AssembledShard:
             self.record = ShardRecord.decode(path.read_bytes(), str(path))
             self._layouts = self.record.catalog.layouts
             for file in {p.file for p in self.record.shard.pieces if p.nbytes}:
-                self._open(self._layouts[file])
+                layout = self._layouts[file]
+                self._open(file, layout.filename, layout.size)
+            if self.record.extras_bytes:
+                self._open(EXTRAS, extras_name(rank), self.record.extras_bytes)
         except FileNotFoundError:
             self.close()
             raise
@@ -138,16 +152,20 @@ class AssembledShard:
             self.close()
             raise
 
-    def _open(self, layout: FileLayout) -> None:
-        path = self._home / layout.filename
-        fd = self._fds[layout.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def _open(self, file: str, name: str, expected: int) -> None:
+        path = self._home / name
+        fd = self._fds[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         size = os.fstat(fd).st_size
-        if size != layout.size:
-            raise CheckpointError(f"{path} has {size} bytes, its records say {layout.size}")
+        if size != expected:
+            raise CheckpointError(f"{path} has {size} bytes, its records say {expected}")
 
     def read_into(self, part: Range, out: Any) -> None:
         """Read a range from its place in the file."""
         piece = part.piece
+        if piece.file == EXTRAS:
+            path = self._home / extras_name(self.record.rank)
+            read_exactly(self._fds[EXTRAS], path, part.start, out)
+            return
         layout = self._layouts[piece.file]
         offset = layout.start(piece.name) + piece.start + part.start
         read_exactly(self._fds[piece.file], self._home / layout.filename, offset, out)

@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from sapwood.errors import CheckpointError
+from sapwood.state.packed import unpack
 from sapwood.tiers.digest import matches
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 
-__all__ = ["Mendable", "Stored", "StoredShard", "Tier", "read_range", "read_shard", "verify"]
+__all__ = [
+    "Mendable",
+    "Stored",
+    "StoredShard",
+    "Tier",
+    "read_extras",
+    "read_range",
+    "read_shard",
+    "verify",
+]
 
 
 @dataclass(frozen=True, order=True)
@@ -123,6 +133,19 @@ def read_range(shard: StoredShard, part: Range, out: Any) -> None:
             f"{piece.start + part.start} to {piece.start + part.start + part.nbytes} of "
             f"{piece.file} {piece.name} do not match their checksum"
         )
+
+
+def read_extras(shard: StoredShard) -> dict[str, Any]:
+    """What was saved beside tensors, for ``from_plain``, verified.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    record = shard.record
+    region = memoryview(bytearray(record.extras_bytes))
+    for part in record.extras_ranges:
+        read_range(shard, part, region[part.start : part.start + part.nbytes])
+    return unpack(record.extras, region)
 
 
 def read_shard(shard: StoredShard) -> bytearray:

@@ -3,6 +3,7 @@
     00000015-3f9a1c.partial/     what the engines of all nodes write to, each its own bytes
         model.safetensors
         optimizer.safetensors
+        shard-0.extras ...       what a rank saved beside tensors, if it is large
         shard-0.json ...         a rank's record, when its bytes are on the device
     00000015-3f9a1c/             the same folder, renamed when all records are there
         manifest.json            what belongs to it; made just before

@@ -18,11 +18,13 @@ from sapwood.state.catalog import Catalog
 from sapwood.state.shards import Piece, Shard
 from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal, unseal
 
-__all__ = ["RANGE_BYTES", "CheckpointId", "Range", "ShardRecord", "describe"]
+__all__ = ["EXTRAS", "RANGE_BYTES", "CheckpointId", "Range", "ShardRecord", "describe"]
 
 FORMAT = "sapwood-shard/1"
 RANGE_BYTES = 4 * 2**20
 """A checksum covers at most this much of one piece."""
+EXTRAS = "extras"
+"""In place of a tensor's file: the bytes are those the extras refer to, and of no tensor."""
 _FOLDER = re.compile(r"(\d{8,})-([0-9a-f]{6})")
 
 
@@ -82,21 +84,32 @@ class ShardRecord:
     created: float = 0.0
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Plain values: step, random state, schedulers, position in the data, the user's own."""
+    extras_bytes: int = 0
+    """Size of the region the extras refer to; it lies behind the pieces in the shard's memory."""
+    extras_digests: tuple[str, ...] = ()
+    """The checksums of the region's ranges."""
 
     @cached_property
     def ranges(self) -> tuple[Range, ...]:
-        """Every range, in the order of the shard's memory."""
+        """Every range, in the order of the shard's memory; the last are those of the extras."""
         rows = zip(self.shard.pieces, self.digests, strict=True)
-        return tuple(r for piece, marks in rows for r in _ranges(piece, marks, self.range_bytes))
+        found = [r for piece, marks in rows for r in _ranges(piece, marks, self.range_bytes)]
+        return (*found, *self.extras_ranges)
+
+    @cached_property
+    def extras_ranges(self) -> tuple[Range, ...]:
+        """The ranges of the region the extras refer to; none if they refer to nothing."""
+        piece = _extras_piece(self.shard, self.extras_bytes)
+        return tuple(_ranges(piece, self.extras_digests, self.range_bytes))
 
     @property
     def nbytes(self) -> int:
         """Size of the shard's memory."""
-        return self.shard.nbytes
+        return self.shard.nbytes_with(self.extras_bytes)
 
     def encode(self) -> bytes:
         """The record as a file's content."""
-        head = {
+        head: dict[str, Any] = {
             "format": FORMAT,
             "step": self.id.step,
             "attempt": self.id.attempt,
@@ -106,6 +119,8 @@ class ShardRecord:
             "algorithm": self.algorithm,
             "range_bytes": self.range_bytes,
         }
+        if self.extras_bytes:
+            head |= {"extras_bytes": self.extras_bytes, "extras_digests": self.extras_digests}
         tail = {
             "pieces": self.shard.to_json(self.catalog),
             "digests": self.digests,
@@ -139,15 +154,17 @@ def describe(
     data: Any,
     created: float,
     extras: Mapping[str, Any],
+    extras_bytes: int = 0,
 ) -> ShardRecord:
     """The record of a shard whose memory is ``data``: this is where checksums are made."""
     memory = memoryview(data)
-    digests = tuple(
+    pieces = (*shard.pieces, _extras_piece(shard, extras_bytes))
+    *digests, last = (
         tuple(
             digest(memory[piece.at + start : piece.at + stop])
             for start, stop in _cuts(piece.nbytes, RANGE_BYTES)
         )
-        for piece in shard.pieces
+        for piece in pieces
     )
     return ShardRecord(
         id=id,
@@ -155,10 +172,16 @@ def describe(
         world=world,
         catalog=catalog,
         shard=shard,
-        digests=digests,
+        digests=tuple(digests),
         created=created,
         extras=extras,
+        extras_bytes=extras_bytes,
+        extras_digests=last,
     )
+
+
+def _extras_piece(shard: Shard, nbytes: int) -> Piece:
+    return Piece(file=EXTRAS, name="state", start=0, stop=nbytes, at=shard.extras_at)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
@@ -189,4 +212,6 @@ def _decoded(body: Mapping[str, Any]) -> ShardRecord:
         range_bytes=int(body["range_bytes"]),
         created=float(body["created"]),
         extras=body["extras"],
+        extras_bytes=int(body.get("extras_bytes", 0)),
+        extras_digests=tuple(map(str, body.get("extras_digests", ()))),
     )

@@ -37,6 +37,13 @@ class Job:
     extras: Mapping[str, Any]
     tiers: tuple[str, ...]
     """The tiers this checkpoint goes to; each has its own interval."""
+    extras_bytes: int = 0
+    """Size of what the extras refer to, behind the shard's pieces in the arena."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena that belong to it."""
+        return self.plan.shards[self.rank].nbytes_with(self.extras_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

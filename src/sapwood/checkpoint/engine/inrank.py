@@ -36,9 +36,16 @@ class InRank:
 
     def submit(self, job: Job) -> None:
         """Carry the shard to all its tiers."""
-        arena = self._arenas[job.arena]
-        freed = Freed(arena=job.arena)
-        self._pipeline.submit(job, arena.bytes, lambda: self._listener(freed))
+        arena = lent = self._arenas[job.arena]
+        if job.extras_bytes:
+            arena = lent.mapped_anew()  # they lie behind the mapping it was made with
+
+        def given_back() -> None:
+            if arena is not lent:
+                arena.close()
+            self._listener(Freed(arena=job.arena))
+
+        self._pipeline.submit(job, arena.bytes[: job.nbytes], given_back)
         if not self.drain(self._timeout):
             raise CheckpointError(f"checkpoint {job.id} took longer than {self._timeout:g} s")
 

@@ -63,6 +63,7 @@ def from_job(job: Job, plan: int) -> dict[str, Any]:
         "arena": job.arena,
         "created": job.created,
         "extras": job.extras,
+        "extras_bytes": job.extras_bytes,
         "tiers": job.tiers,
     }
 
@@ -72,6 +73,9 @@ def to_job(message: Mapping[str, Any], plan: ShardPlan) -> Job:
     rank = int(message["rank"])
     if not 0 <= rank < len(plan.shards) or not isinstance(message["extras"], dict):
         raise ValueError(f"rank {rank}, extras of type {type(message['extras']).__name__}")
+    extras_bytes = int(message["extras_bytes"])
+    if extras_bytes < 0:
+        raise ValueError(f"extras of {extras_bytes} bytes")
     return Job(
         id=to_id(message["id"]),
         rank=rank,
@@ -79,6 +83,7 @@ def to_job(message: Mapping[str, Any], plan: ShardPlan) -> Job:
         plan=plan,
         created=float(message["created"]),
         extras=message["extras"],
+        extras_bytes=extras_bytes,
         tiers=tuple(str(name) for name in message["tiers"]),
     )
 

@@ -161,6 +161,7 @@ class Pipeline:
                 data=load.lent.data,
                 created=job.created,
                 extras=job.extras,
+                extras_bytes=job.extras_bytes,
             )
         except Exception as error:
             self._give_up(load, names, error)

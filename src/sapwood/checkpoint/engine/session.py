@@ -127,7 +127,11 @@ class Session:
         shard = Stored(job.id, job.rank)
         with self._lock:
             lent = self._lent[job.arena]
-            nbytes = job.plan.shards[job.rank].nbytes
+            nbytes = job.nbytes
+            if lent.shard is None and lent.arena.nbytes < nbytes:
+                # It has grown since it was lent: what is saved beside tensors has no fixed size.
+                old, lent.arena = lent.arena, lent.arena.mapped_anew()
+                old.close()
             if lent.shard is not None or lent.arena.nbytes < nbytes:
                 raise ValueError(f"arena {job.arena} is in use, or smaller than {nbytes} bytes")
             lent.shard = shard

@@ -19,9 +19,9 @@ from typing import Any
 from sapwood.errors import CheckpointError
 from sapwood.runtime.peer import peer_process
 
-__all__ = ["MAX_BODY", "Closed", "Late", "Wire", "WireError"]
+__all__ = ["MAX_BODY", "VERSION", "Closed", "Late", "Wire", "WireError"]
 
-VERSION = 1
+VERSION = 2
 MAX_BODY = 64 * 2**20
 """The longest message: a plan of several hundred thousand tensors."""
 MAX_FDS = 1

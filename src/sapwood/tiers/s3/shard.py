@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
-from sapwood.tiers.record import Range, ShardRecord
+from sapwood.tiers.record import EXTRAS, Range, ShardRecord
 from sapwood.tiers.s3.objects import Objects
 
-__all__ = ["S3Shard", "data_name", "file_place"]
+__all__ = ["S3Shard", "data_name", "extras_name", "file_place"]
 
 _FIRST_BLOCK, _LAST_BLOCK = 2**20, 32 * 2**20
 _SPAN = 4 * 2**20
@@ -26,6 +26,11 @@ _GAP = 64 * 2**10
 def data_name(record: ShardRecord) -> str:
     """The object of a shard's bytes, as long as they are not in the files."""
     return f"{record.id.folder}/shard-{record.rank}.bin"
+
+
+def extras_name(record: ShardRecord) -> str:
+    """The object of the bytes that a shard's extras refer to; they are never in the files."""
+    return f"{record.id.folder}/shard-{record.rank}.extras"
 
 
 def file_place(record: ShardRecord, part: Range) -> tuple[str, int]:
@@ -127,6 +132,8 @@ class S3Shard:
         return [span for found in spans.values() for span in found], number
 
     def _place(self, part: Range) -> tuple[str, int]:
+        if part.piece.file == EXTRAS:
+            return extras_name(self.record), part.start
         if self._published:
             return file_place(self.record, part)
         return data_name(self.record), part.at

@@ -2,7 +2,8 @@
 
 Under ``<prefix>/00000015-3f9a1c/`` there are
 
-    shard-0.bin, shard-0.json     each rank's memory as it was captured, and its record, put last
+    shard-0.bin, shard-0.json     each rank's tensors as they were captured; its record, last
+    shard-0.extras                what a rank saved beside tensors, if it is large
     model.safetensors, ...        the files any tool can read
     manifest.json                 put once the files are there, by one writer only
     claim.json                    who makes the files
@@ -40,7 +41,7 @@ from sapwood.tiers.s3.multipart import Multipart, UploadGoneError
 from sapwood.tiers.s3.objects import Entry, Objects
 from sapwood.tiers.s3.place import S3Place
 from sapwood.tiers.s3.publish import Publisher, Source, record_name, stored_in
-from sapwood.tiers.s3.shard import S3Shard, data_name
+from sapwood.tiers.s3.shard import S3Shard, data_name, extras_name
 from sapwood.tiers.s3.sigv4 import Credentials
 from sapwood.tiers.s3.upload import upload_bytes
 
@@ -97,8 +98,10 @@ class S3Tier:
         with self._lock:
             safe = stored in self._safe
         if not safe:  # else an earlier try came as far as publishing
-            if memory:
-                self._upload(data_name(record), memory)
+            if record.shard.nbytes:
+                self._upload(data_name(record), memory[: record.shard.nbytes])
+            if record.extras_bytes:
+                self._upload(extras_name(record), memory[record.shard.extras_at :])
             self._objects.put(record_name(record.id, record.rank), record.encode())
             with self._lock:
                 self._safe.add(stored)
@@ -145,14 +148,20 @@ class S3Tier:
             record = ShardRecord.decode(self._objects.get(name), f"{self.place}/{name}")
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no {self.place}/{name}") from error
-        data = data_name(record)
-        size = self._objects.size(data) if record.nbytes else 0
+        if record.extras_bytes:
+            name = extras_name(record)
+            self._check_size(name, self._objects.size(name), record.extras_bytes)
+        data, expected = data_name(record), record.shard.nbytes
+        size = self._objects.size(data) if expected else 0
         if size is None and self._publisher.published(stored.id):
             return S3Shard(self._objects, record, published=True)
-        if size != record.nbytes:
-            what = "is missing" if size is None else f"has {size} bytes"
-            raise CheckpointError(f"{self.place}/{data} {what}, its record says {record.nbytes}")
+        self._check_size(data, size, expected)
         return S3Shard(self._objects, record, published=False)
+
+    def _check_size(self, name: str, size: int | None, expected: int) -> None:
+        if size != expected:
+            what = "is missing" if size is None else f"has {size} bytes"
+            raise CheckpointError(f"{self.place}/{name} {what}, its record says {expected}")
 
     def drop(self, id: CheckpointId) -> None:
         """Take the records away first: a crash on the way leaves no shard that seems whole."""

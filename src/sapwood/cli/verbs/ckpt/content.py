@@ -10,8 +10,9 @@ from typing import Any
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, Copy
 from sapwood.errors import CheckpointError, SapwoodError
 from sapwood.state.catalog import Catalog, Entry
+from sapwood.state.packed import unpack
 from sapwood.tiers.base import Stored, StoredShard, read_range
-from sapwood.tiers.record import Range
+from sapwood.tiers.record import EXTRAS, Range
 
 __all__ = ["Content", "choose", "gaps"]
 
@@ -81,6 +82,20 @@ class Content:
         for part in self._parts[key]:
             self._read(part, memory[part.start : part.start + part.nbytes])
         return whole
+
+    def extras(self) -> dict[str, Any]:
+        """What was saved beside tensors and is the same on every rank, for ``from_plain``.
+
+        Raises:
+            CheckpointError: it is damaged in every copy there is.
+        """
+        record = self.record
+        region = memoryview(bytearray(record.extras_bytes))
+        first = len(record.ranges) - len(record.extras_ranges)
+        for number, one in enumerate(record.extras_ranges, first):
+            part = _Part(one.start, record.rank, number, one.nbytes)
+            self._read(part, region[one.start : one.start + one.nbytes])
+        return unpack(record.extras, region)
 
     def close(self) -> None:
         """Close every shard."""
@@ -158,7 +173,8 @@ def _parts(checkpoint: Checkpoint) -> dict[Key, list[_Part]]:
     parts: dict[Key, list[_Part]] = {entry.key: [] for entry in record.catalog.entries}
     for rank, held in checkpoint.records.items():
         for number, one in enumerate(held.ranges):
-            parts[one.piece.key].append(_Part(_start(one), rank, number, one.nbytes))
+            if one.piece.file != EXTRAS:
+                parts[one.piece.key].append(_Part(_start(one), rank, number, one.nbytes))
     for rows in parts.values():
         rows.sort(key=lambda part: part.start)
     return parts

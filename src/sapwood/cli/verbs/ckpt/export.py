@@ -140,7 +140,7 @@ def _with_optimizer(
 ) -> dict[str, Any]:
     from sapwood.state.plain import from_plain
 
-    extras: Mapping[str, Any] = content.record.extras
+    extras: Mapping[str, Any] = content.extras()
     for owner, values in from_plain(extras.get("optimizer", {})).items():
         state.setdefault(owner, {}).update(values)
     groups = from_plain(extras.get("groups", []))

@@ -144,7 +144,7 @@ def _extras(found: Checkpoint) -> dict[str, Any]:
     groups: list[Mapping[str, Any]] = extras.get("groups", [])
     return {
         "step": extras.get("step"),
-        "learning rates": [group.get("lr") for group in groups],
+        "learning rates": [_number(group.get("lr")) for group in groups],
         "optimizer settings": [
             {k: v for k, v in g.items() if k != "lr" and not isinstance(v, (dict, list))}
             for g in groups
@@ -155,9 +155,26 @@ def _extras(found: Checkpoint) -> dict[str, Any]:
             f"rank {rank}": sorted(r.extras.get("random", {}))
             for rank, r in sorted(found.records.items())
         },
+        "bytes of large state": {
+            f"rank {rank}": r.extras_bytes
+            for rank, r in sorted(found.records.items())
+            if r.extras_bytes
+        },
         "metrics": found.metrics,
         "checksums": record.algorithm,
     }
+
+
+def _number(value: Any) -> Any:
+    """A learning rate, also where it was a tensor or a number of numpy's."""
+    if not isinstance(value, dict):
+        return value
+    from sapwood.state.plain import from_plain
+
+    try:
+        return float(from_plain(value))
+    except (CheckpointError, TypeError, ValueError):
+        return None
 
 
 def _words(value: Any) -> str:

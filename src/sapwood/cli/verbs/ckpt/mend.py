@@ -9,6 +9,7 @@ from sapwood.cli.verbs.ckpt.places import Place
 from sapwood.cli.verbs.ckpt.survey import Copy
 from sapwood.cli.verbs.ckpt.verify import check_copy
 from sapwood.errors import CheckpointError, TierError
+from sapwood.tiers.assembly import extras_name
 from sapwood.tiers.base import Stored, StoredShard, read_range
 from sapwood.tiers.files import Files
 from sapwood.tiers.record import CheckpointId, Range
@@ -84,6 +85,13 @@ def _patch(home: Path, shard: StoredShard) -> None:
                     read_range(shard, part, buffer[: part.nbytes])
                     at = layout.start(part.piece.name) + _start(part)
                     writer.write_at(at, buffer[: part.nbytes])
+                writer.sync()
+        if record.extras_bytes:
+            with files.share(home / extras_name(record.rank)) as writer:
+                writer.resize(record.extras_bytes)
+                for part in record.extras_ranges:
+                    read_range(shard, part, buffer[: part.nbytes])
+                    writer.write_at(part.start, buffer[: part.nbytes])
                 writer.sync()
         files.write_whole(home / f"shard-{record.rank}.json", record.encode())
     except OSError as error:

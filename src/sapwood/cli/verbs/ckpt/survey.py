@@ -19,7 +19,8 @@ from sapwood.tiers.record import CheckpointId, ShardRecord
 __all__ = ["Checkpoint", "Copy", "Leftover", "find", "find_one", "split", "survey"]
 
 _OURS = re.compile(
-    r"shard-\d+(\.base-\d+)?\.(bin|json|index)|.+\.safetensors|manifest\.json|\..+\.draft-.+"
+    r"shard-\d+(\.base-\d+)?\.(bin|json|index|extras)|.+\.safetensors|manifest\.json"
+    r"|\..+\.draft-.+"
 )
 """What tiers put into the folder of a checkpoint; anything else is somebody's, and stays."""
 

@@ -63,7 +63,7 @@ def verify(
     chosen = [find_one(name, place) for name in checkpoints] or survey(find_places([place]))
     damages = []
     records = [c.record for one in chosen for c in one.copies if c.record is not None]
-    total = sum(piece.nbytes for record in records for piece in record.shard.pieces)
+    total = sum(part.nbytes for record in records for part in record.ranges)
     with progress("verifying", total) as advance:
         for one in chosen:
             damages += list(_check(one, advance))
