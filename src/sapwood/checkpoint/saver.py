@@ -9,6 +9,7 @@ from typing import Any
 
 from sapwood.checkpoint.agreement import Agreement
 from sapwood.checkpoint.auto import Pace
+from sapwood.checkpoint.branches import Attempt
 from sapwood.checkpoint.capture import OWNER, Capture, make_capture
 from sapwood.checkpoint.engine import Engine, Job
 from sapwood.checkpoint.pool import StagingPool
@@ -20,6 +21,7 @@ from sapwood.errors import CheckpointError
 from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.worker import Worker
+from sapwood.state.apply import OPTIMIZER_CLASS
 from sapwood.state.extras import Extras
 from sapwood.state.shards import ShardPlan
 from sapwood.tiers.record import CheckpointId
@@ -40,7 +42,7 @@ class Saver:
         engine: Engine,
         pool: StagingPool,
         *,
-        attempt: str,
+        attempt: Attempt,
         specs: Sequence[TierSpec],
         extras: Extras,
         metrics: Mapping[str, float],
@@ -53,8 +55,8 @@ class Saver:
         self._attempt, self._specs = attempt, specs
         self._extras, self._metrics = extras, metrics
         self._stats, self._on_captured = stats, on_captured
-        self._schedule = _make_schedule(run, settings, f"ckpt/{attempt}/due")
-        self._agreement = Agreement(run.group, attempt)
+        self._schedule = _make_schedule(run, settings, f"ckpt/{attempt.name}/due")
+        self._agreement = Agreement(run.group, attempt.name)
         self.pace = Pace(settings, speaks=run.group.rank == 0)
         self._worker = Worker("sapwood-capture")
         self._capture: Capture | None = None
@@ -69,8 +71,15 @@ class Saver:
             run.events.subscribe(StepEnded, self._step_ended, name=OWNER),
         ]
 
-    def start(self) -> None:
-        """Begin after the step the run is at, whose state may have just been restored."""
+    def start(self, attempt: Attempt) -> None:
+        """Begin after the step the run is at, whose state may have just been restored.
+
+        What is saved from now on is of ``attempt``: a step that was saved before and comes again
+        is another state, and is saved again.
+        """
+        self._attempt = attempt
+        self._agreement = Agreement(self._run.group, attempt.name)
+        self._latest = -1
         self._trusted = False
         self._disarm()
         self._schedule.start(self._run.step_count)
@@ -97,7 +106,7 @@ class Saver:
             self._arm(step + 1)
         self._worker.drain(seconds)
         self._raise_failure()
-        report = self._stats.of(CheckpointId(step, self._attempt))
+        report = self._stats.of(CheckpointId(step, self._attempt.name))
         if report is None:
             raise CheckpointError(f"step {step} was not captured; see the log")
         return report
@@ -273,6 +282,7 @@ class Saver:
             nbytes=capture.staging.arena.nbytes,
             created=job.created,
             metrics=capture.metrics,
+            lineage=job.lineage,
         )
         report.preparation_seconds = capture.copy_seconds
         report.blocking_seconds = capture.blocking_seconds
@@ -286,15 +296,21 @@ class Saver:
             self._failure = self._failure or error
 
     def _job(self, capture: Capture, step: int, plan: ShardPlan) -> Job:
-        extras: dict[str, Any] = {**capture.extras(), "metrics": capture.metrics}
+        kind = type(self._run.optimizer).__name__
+        extras: dict[str, Any] = {
+            **capture.extras(),
+            "metrics": capture.metrics,
+            OPTIMIZER_CLASS: kind,
+        }
         return Job(
-            id=CheckpointId(step, self._attempt),
+            id=CheckpointId(step, self._attempt.name),
             rank=self._run.group.rank,
             arena=capture.staging.number,
             plan=plan,
             created=time.time(),
             extras=extras,
             tiers=tuple(s.kind for s in self._specs if self._saved % s.every == 0),
+            lineage=self._attempt.lineage,
         )
 
 

@@ -161,6 +161,7 @@ class Pipeline:
                 data=load.lent.data,
                 created=job.created,
                 extras=job.extras,
+                lineage=job.lineage,
             )
         except Exception as error:
             self._give_up(load, names, error)
