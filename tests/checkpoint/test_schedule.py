@@ -69,6 +69,23 @@ def test_without_a_reason_every_multiple_is_saved() -> None:
     assert saved_steps(2, 3, {}, 14, start=4)[1] == [6, 9, 12]
 
 
+def test_steps_that_come_again_after_a_restore_are_agreed_on_anew() -> None:
+    store = Store()
+    ranks = [Schedule(group(r, 2, store), 2, "k", stretches=True) for r in range(2)]
+    for costs, expected in (({4: 6}, [2, 4, 6, 12]), ({}, [2, 4, 6, 8, 10, 12])):
+        found: list[list[int]] = [[], []]
+        for schedule in ranks:
+            schedule.start(0)
+        for step in range(1, 13):
+            for rank in (1, 0):
+                if ranks[rank].due == step:
+                    found[rank].append(step)
+                    ranks[rank].saved(step, at_least=costs.get(step, 1) if rank == 0 else 1)
+        assert found == [expected, expected]
+    for schedule in ranks:
+        schedule.close()
+
+
 def test_only_by_hand() -> None:
     schedule = Schedule(group(0, 1, Store()), None, "k", stretches=True)
     schedule.start(0)

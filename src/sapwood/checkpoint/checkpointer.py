@@ -13,26 +13,32 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from sapwood.checkpoint.attempts import begin_attempt
+from sapwood.checkpoint.branches import Attempt
 from sapwood.checkpoint.choose import choose_tiers
 from sapwood.checkpoint.engine import Engine, Freed, Progress, start_engine, tiers_to_read
 from sapwood.checkpoint.failures import Failures
+from sapwood.checkpoint.inventory import look_around
 from sapwood.checkpoint.nodes import find_nodes, find_peers
 from sapwood.checkpoint.outcomes import OnDurable, Outcomes
 from sapwood.checkpoint.pool import StagingPool
 from sapwood.checkpoint.pruner import Pruner
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
-from sapwood.checkpoint.restore import Restored, load_newest
+from sapwood.checkpoint.restore import Loaded, Restored, Wanted, load_newest
 from sapwood.checkpoint.retention import Policy, last
 from sapwood.checkpoint.saver import Saver
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
+from sapwood.checkpoint.together import on_all_ranks
 from sapwood.errors import CheckpointError, ConfigError
 from sapwood.events import RunStopping
 from sapwood.runtime.ending import AtExit
 from sapwood.runtime.handle import RunHandle, run_state
 from sapwood.runtime.settings import UNSET, resolve
-from sapwood.state.apply import apply
+from sapwood.state.apply import check, prepare
 from sapwood.state.extras import Extras, Stateful
+from sapwood.tiers.base import Tier
 from sapwood.tiers.make import make_tiers
+from sapwood.tiers.record import CheckpointId
 from sapwood.tiers.spec import SHARED, TierSpec
 
 __all__ = ["Checkpointer"]
@@ -40,6 +46,10 @@ __all__ = ["Checkpointer"]
 log = logging.getLogger(__name__)
 # How much a node's disk must hold for tiers="auto": weights and two states of Adam, four times.
 _OPTIMIZER_STATES, _LOCAL_CHECKPOINTS = 3, 4
+_LOOK_AROUND = 10.0
+"""Seconds a start waits to hear which attempts there were before."""
+_LASTING = ("local", *SHARED)
+"""Tiers that can be asked which attempts there were without asking other nodes."""
 
 
 class Checkpointer:
@@ -94,11 +104,12 @@ class Checkpointer:
             tiers = self._choose(tiers, place)
         self.specs = tier_specs(place, tiers)
         self._nodes = find_peers(run.group, self._nodes, self.specs)
-        attempt = run.group.share_text("checkpoint attempt", secrets.token_hex(3))
+        name = run.group.share_text("checkpointer", secrets.token_hex(6))
         leads = self._nodes.ranks[0] == run.group.rank
         self._failures = Failures(self.stats, self.settings.max_failures)
-        self._outcomes = Outcomes(run, attempt, self.stats, self._failures, on_durable, leads=leads)
+        self._outcomes = Outcomes(run, name, self.stats, self._failures, on_durable, leads=leads)
         self._engine = self._start_engine()
+        self._attempt = self._first_attempt()
         if leads:
             self._outcomes.pruners = self._make_pruners(retention)
         single = self.settings.mode == "single"
@@ -109,7 +120,7 @@ class Checkpointer:
             self.settings,
             self._engine,
             self._pool,
-            attempt=attempt,
+            attempt=self._attempt,
             specs=self.specs,
             extras=self._extras,
             metrics=self.metrics,
@@ -121,7 +132,7 @@ class Checkpointer:
         self._stopping = run.events.subscribe(RunStopping, self._run_stops, name="checkpoint")
         # After the run's own, and so before it: whoever forgets to close loses nothing.
         self._at_exit = AtExit(self.close)
-        self._saver.start()
+        self._saver.start(self._attempt)
 
     def _choose(self, wanted: str, place: str | Path) -> Sequence[str]:
         if wanted != "auto":
@@ -146,6 +157,15 @@ class Checkpointer:
         if self._nodes.addresses:
             run.group.gather_text("engine", "ready")  # who looks at other nodes finds them
         return engine
+
+    def _first_attempt(self) -> Attempt:
+        """Begin after every attempt in the place, also where the clock was set back meanwhile."""
+        run = self._run
+        if run.group.rank != 0:
+            return begin_attempt(run.group, run.id)
+        kinds = [spec for spec in self.specs if spec.kind in _LASTING]
+        before = look_around(make_tiers(kinds, self._nodes), _LOOK_AROUND)
+        return begin_attempt(run.group, run.id, after=before.newest, taken=before.attempts)
 
     def _heard(self, progress: Progress) -> None:
         if isinstance(progress, Freed):
@@ -182,51 +202,105 @@ class Checkpointer:
         return report
 
     def restore_latest(self, *, optimizer: bool = True) -> Restored | None:
-        """Restore the newest whole checkpoint, on any number of ranks; None if there is none.
+        """Restore the newest whole checkpoint of the current branch, on any number of ranks.
+
+        The branch is that of the attempt that began last; see ``checkpoint.branches``. None if
+        there is no checkpoint. Training then goes on as a new attempt.
 
         Raises:
-            CheckpointError: none of those there is whole, or it is of another model.
+            CheckpointError: none of the branch is whole, or it is of another model. Nothing of the
+                run was changed.
         """
         return self._restore(None, optimizer)
 
-    def restore(self, step: int, *, optimizer: bool = True) -> Restored:
-        """Restore the checkpoint of a step.
+    def restore(self, step: int | str, *, optimizer: bool = True) -> Restored:
+        """Restore the checkpoint of a step, or the one of an id such as "00000015-3f9a1c".
+
+        Of several checkpoints of a step, that of the current branch is taken; if the branch has
+        none, that of another one, and ``skipped`` says so.
 
         Raises:
-            CheckpointError: it is not there, not whole, or of another model.
+            CheckpointError: it is not there, not whole, or of another model. Nothing of the run
+                was changed.
         """
-        restored = self._restore(step, optimizer)
+        wanted: Wanted = CheckpointId.parse(step) if isinstance(step, str) else int(step)
+        if wanted is None:
+            raise CheckpointError(
+                f"{step!r} is no checkpoint; expected a step, or an id such as '00000015-3f9a1c'"
+            )
+        restored = self._restore(wanted, optimizer)
         if restored is None:
-            raise CheckpointError(f"there is no checkpoint of step {step}, nor any other")
+            what = step if isinstance(step, str) else f"of step {step}"
+            raise CheckpointError(f"there is no checkpoint {what}, nor any other")
         return restored
 
-    def _restore(self, step: int | None, optimizer: bool) -> Restored | None:
+    def _restore(self, wanted: Wanted, optimizer: bool) -> Restored | None:
         self._check_open()
-        self._run.check_between_steps("restore()")
-        self._drain(self.settings.drain_timeout)
         run = self._run
-        files = () if optimizer else ("model",)
+        run.check_between_steps("restore()")
         with run.trace.span("ckpt_restore"):
-            # Half of what ranks wait for each other: one node's stuck engine must not end the run.
-            timeout = min(self.settings.drain_timeout, run.group.timeout / 2)
-            places = tiers_to_read(self._engine, self.specs, self._nodes, timeout=timeout)
+            places = on_all_ranks(run.group, "begin to restore", self._places_to_read)
             try:
-                loaded = load_newest(run.group, places, step=step, files=files)
+                loaded = load_newest(
+                    run.group,
+                    places,
+                    wanted=wanted,
+                    own=self._attempt,
+                    files=() if optimizer else ("model",),
+                    accept=lambda catalog, common: check(
+                        run.model, run.optimizer, catalog, common, with_optimizer=optimizer
+                    ),
+                )
             finally:
                 for tier in places:
                     tier.close()
             if loaded is None:
                 return None
-            apply(run.model, run.optimizer, loaded.state, with_optimizer=optimizer)
-            about, state = loaded.about, loaded.state
-            for note in (*self._extras.restore(state.common, state.mine), *about.skipped):
-                log.warning("while restoring %s: %s", about.id, note)
+            self._become(loaded, optimizer)
+        return loaded.about
+
+    def _places_to_read(self) -> list[Tier]:
+        """The tiers to restore from, when nothing is on its way there any more."""
+        timeout = self.settings.drain_timeout
+        if self._run.group.world > 1:
+            # Half of what ranks wait for each other: one node's stuck engine must not end the run.
+            timeout = min(timeout, self._run.group.timeout / 2)
+        deadline = time.monotonic() + timeout
+        self._drain(timeout)
+        left = max(0.0, deadline - time.monotonic())
+        return tiers_to_read(self._engine, self.specs, self._nodes, timeout=left)
+
+    def _become(self, loaded: Loaded, optimizer: bool) -> None:
+        """Give the run a state, and go on from there as a new attempt."""
+        run, about, state = self._run, loaded.about, loaded.state
+        change = on_all_ranks(
+            run.group,
+            f"take the state of {about.id}",
+            lambda: prepare(run.model, run.optimizer, state, with_optimizer=optimizer),
+        )
+        # What is the user's may refuse its state, so it comes before the weights.
+        notes = on_all_ranks(
+            run.group,
+            f"take what was saved beside the tensors of {about.id}",
+            lambda: self._extras.restore(state.common, state.mine),
+        )
+        change.apply()
+        for note in (*notes, *about.skipped):
+            log.warning("while restoring %s: %s", about.id, note)
         if self._nodes.addresses and run.group.rank == self._nodes.ranks[0]:
             # Some node may have come back empty, and the next loss may be another one.
             self._engine.mend(about.id)
         run.resume_at(about.id.step)
-        self._saver.start()
-        return about
+        known = loaded.branches
+        self._attempt = begin_attempt(
+            run.group,
+            run.id,
+            restored=about.id,
+            lineage=loaded.lineage,
+            after=max(known.newest, self._attempt.lineage.began),
+            taken={*known.attempts, self._attempt.name},
+        )
+        self._saver.start(self._attempt)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every checkpoint taken so far is durable in its tiers, or given up.
@@ -239,8 +313,9 @@ class Checkpointer:
         self._failures.check()
 
     def _drain(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         self._saver.drain(seconds)
-        if not self._engine.drain(seconds):
+        if not self._engine.drain(max(0.0, deadline - time.monotonic())):
             raise CheckpointError(f"checkpoints were still under way after {seconds:g} s")
 
     def close(self) -> None:

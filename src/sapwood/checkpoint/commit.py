@@ -26,14 +26,17 @@ class Commit:
     def __init__(
         self,
         group: Group,
-        attempt: str,
+        name: str,
         on_whole: Callable[[CheckpointId, str], None],
         *,
         watches: bool,
     ) -> None:
-        """``on_whole`` is called on a thread of this object, where ``watches``: one per node."""
+        """``on_whole`` is called on a thread of this object, where ``watches``: one per node.
+
+        ``name`` is drawn for the checkpointer: all its ranks have the same, no other has it.
+        """
         self._group = group
-        self._prefix = f"ckpt/{attempt}"
+        self._prefix = f"ckpt/{name}"
         self._on_whole = on_whole
         self._watches = watches
         self._waiting: list[tuple[CheckpointId, str]] = []
@@ -81,7 +84,8 @@ class Commit:
             log.info("the other ranks are not waited for, the group is gone: %s", error)
 
     def _key(self, id: CheckpointId, tier: str) -> str:
-        return f"{self._prefix}/{id.step}/{tier}"
+        # By attempt, too: a run that was set back comes to a step again, and counts it anew.
+        return f"{self._prefix}/{id.attempt}/{id.step}/{tier}"
 
     def _watch(self, id: CheckpointId, tier: str) -> None:
         with self._changed:

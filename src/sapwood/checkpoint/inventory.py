@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from sapwood.errors import CheckpointError, TierError
+from sapwood.checkpoint.branches import Branches, Seen
+from sapwood.errors import CheckpointError, SapwoodError
 from sapwood.runtime.group import Group
-from sapwood.tiers.base import Stored, Tier
-from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.base import Misplaced, Recorded, Stored, Tier, open_checked
+from sapwood.tiers.record import CheckpointId, Lineage, ShardRecord
 
-__all__ = ["Candidate", "Inventory", "take_inventory"]
+__all__ = ["Candidate", "Inventory", "Place", "look_around", "take_inventory", "told"]
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class Candidate:
     id: CheckpointId
     world: int
     created: float
+    lineage: Lineage | None = None
     places: dict[int, list[Place]] = field(default_factory=dict)
     """By shard, cheapest first."""
 
@@ -43,67 +47,162 @@ class Candidate:
         return [rank for rank in range(self.world) if not self.places.get(rank)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Inventory:
     """All checkpoints the ranks can see together; the same on every rank."""
 
     candidates: tuple[Candidate, ...]
     """Newest first; of two attempts at a step, the later one."""
+    branches: Branches
     notes: tuple[str, ...]
     """What could not be looked at, and why."""
-    damaged: tuple[int, ...] = ()
-    """Steps that are there, but with a tier none of whose records of it can be read."""
+    damaged: tuple[CheckpointId, ...] = ()
+    """Checkpoints of which some tier has no readable record."""
+    unknown: tuple[CheckpointId, ...] = ()
+    """Those of them of whose attempt nothing at all can be read: it may be the current one."""
 
-    def find(self, step: int | None) -> list[Candidate]:
-        """Those of a step, or all."""
-        return [c for c in self.candidates if step is None or c.id.step == step]
+    @property
+    def steps(self) -> list[int]:
+        """Every step of which something is there."""
+        return sorted({c.id.step for c in self.candidates} | {id.step for id in self.damaged})
 
 
 def take_inventory(group: Group, tiers: Sequence[Tier]) -> Inventory:
     """Look into all tiers, on all ranks, and put together what each of them found."""
     texts = group.gather_text("checkpoints", json.dumps(_look(tiers)))
     found: dict[CheckpointId, Candidate] = {}
-    told: dict[str, None] = {}
-    damaged: set[int] = set()
+    notes: dict[str, None] = {}
+    damaged: dict[CheckpointId, bool] = {}
+    seen: list[Seen] = []
     for reader, text in enumerate(texts):
-        theirs, their_notes, their_damaged = json.loads(text)
-        told.update(dict.fromkeys(their_notes))
-        damaged.update(their_damaged)
-        for order, step, attempt, world, created, shards in theirs:
+        theirs = json.loads(text)
+        notes.update(dict.fromkeys(theirs["notes"]))
+        known = {name: _lineage(value) for name, value in theirs["lineages"].items()}
+        for step, attempt, created, moved in theirs["damaged"]:
             id = CheckpointId(step, attempt)
-            candidate = found.setdefault(id, Candidate(id, world, created))
+            damaged[id] = moved or damaged.get(id, False)
+            if created is not None:
+                seen.append(Seen(id, created, known[attempt]))
+        for order, step, attempt, world, created, shards in theirs["rows"]:
+            id = CheckpointId(step, attempt)
+            candidate = found.setdefault(id, Candidate(id, world, created, known[attempt]))
             for rank in shards:
                 candidate.places.setdefault(rank, []).append(Place(order, reader))
     for candidate in found.values():
+        seen.append(Seen(candidate.id, candidate.created, candidate.lineage))
         for places in candidate.places.values():
             places.sort(key=lambda p: (p.order, p.reader))
-    newest = sorted(found.values(), key=lambda c: (c.id.step, c.created), reverse=True)
-    return Inventory(tuple(newest), tuple(told), tuple(sorted(damaged)))
+    branches = Branches(seen)
+    unread = (id for id, moved in damaged.items() if not moved)
+    return Inventory(
+        candidates=tuple(
+            sorted(found.values(), key=lambda c: (c.id.step, c.created), reverse=True)
+        ),
+        branches=branches,
+        notes=tuple(notes),
+        damaged=tuple(sorted(damaged)),
+        unknown=tuple(sorted(id for id in unread if id.attempt not in branches.attempts)),
+    )
 
 
-Row = tuple[int, int, str, int, float, list[int]]
+def look_around(tiers: Sequence[Tier], timeout: float) -> Branches:
+    """The attempts this rank sees, by one checkpoint of each; closes the tiers.
+
+    A place that does not answer in ``timeout`` seconds, or at all, must not hold up whoever starts
+    a training: what is not seen is left out.
+    """
+    seen: list[Seen] = []
+
+    def look() -> None:
+        for tier in tiers:
+            try:
+                seen.extend(_attempts_in(tier))
+            except Exception as error:
+                log.info("tier %s: earlier attempts are not known: %s", tier.name, error)
+            finally:
+                tier.close()
+
+    # A thread of its own: a file system that hangs cannot be interrupted, only left behind.
+    thread = threading.Thread(target=look, name="sapwood-look-around", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        log.warning("the checkpoints there are were not listed in %g s", timeout)
+    return Branches(list(seen))
 
 
-def _look(tiers: Sequence[Tier]) -> tuple[list[Row], list[str], list[int]]:
-    """What is in the tiers, what cannot be read and why, and the steps of that."""
-    rows: list[Row] = []
-    notes: list[str] = []
-    damaged: list[int] = []
+def _attempts_in(tier: Tier) -> Iterable[Seen]:
+    newest: dict[str, list[Stored]] = {}
+    for stored in tier.shards():
+        newest.setdefault(stored.id.attempt, []).append(stored)
+    for shards in newest.values():
+        for stored in reversed(shards):  # the newest first; it may be damaged
+            try:
+                with closing(open_checked(tier, stored)) as shard:
+                    yield Seen(stored.id, shard.record.created, shard.record.lineage)
+                break
+            except SapwoodError:
+                continue
+
+
+@dataclass
+class _Found:
+    """What one rank sees, as plain values."""
+
+    rows: list[tuple[int, int, str, int, float, list[int]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    damaged: list[tuple[int, str, float | None, bool]] = field(default_factory=list)
+    """Step and attempt, when it was created if its record can be read, whether it was moved."""
+    lineages: dict[str, Any] = field(default_factory=dict)
+
+    def learn(self, record: ShardRecord) -> None:
+        """Remember where the attempt of a record came from."""
+        lineage = None if record.lineage is None else record.lineage.to_json()
+        name = record.id.attempt
+        self.lineages[name] = self.lineages.get(name) or lineage
+
+
+def _look(tiers: Sequence[Tier]) -> dict[str, Any]:
+    """What is in the tiers, what cannot be read and why.
+
+    Whatever is wrong with a tier is a note: a rank that raised here would leave the others waiting.
+    """
+    found = _Found()
     for order, tier in enumerate(tiers):
         try:
             stored = tier.shards()
-        except TierError as error:
-            notes.append(f"{tier.name}: {error}")
+        except Exception as error:
+            found.notes.append(f"{tier.name}: {told(error)}")
             continue
         for id, ranks in _by_id(stored).items():
             try:
-                world, created = _world_of(tier, id, ranks)
-            except (CheckpointError, TierError) as error:
-                notes.append(f"{tier.name}, checkpoint {id}: {error}")
-                damaged.append(id.step)
+                record = _first_record(tier, id, ranks)
+            except Exception as error:
+                found.notes.append(f"{tier.name}, checkpoint {id}: {told(error)}")
+                _look_at_damage(found, tier, id, ranks, moved=isinstance(error, Misplaced))
                 continue
-            rows.append((order, id.step, id.attempt, world, created, ranks))
-    return rows, notes, damaged
+            found.learn(record)
+            row = (order, id.step, id.attempt, record.world, record.created, ranks)
+            found.rows.append(row)
+    return asdict(found)
+
+
+def _look_at_damage(
+    found: _Found, tier: Tier, id: CheckpointId, ranks: Sequence[int], *, moved: bool
+) -> None:
+    """A checkpoint that cannot be read still says of which branch it is, if a record is left."""
+    created = None
+    for rank in ranks if isinstance(tier, Recorded) else ():
+        try:
+            record = tier.record(Stored(id, rank))
+        except Exception as error:
+            log.debug("%s, checkpoint %s: %s", tier.name, id, error)
+            continue
+        if record.id == id:
+            found.learn(record)
+            created = record.created
+            break
+    found.damaged.append((id.step, id.attempt, created, moved))
 
 
 def _by_id(stored: Iterable[Stored]) -> dict[CheckpointId, list[int]]:
@@ -113,16 +212,25 @@ def _by_id(stored: Iterable[Stored]) -> dict[CheckpointId, list[int]]:
     return found
 
 
-def _world_of(tier: Tier, id: CheckpointId, ranks: Sequence[int]) -> tuple[int, float]:
-    """From the first record that can be read: one damaged shard must not hide the others."""
+def _first_record(tier: Tier, id: CheckpointId, ranks: Sequence[int]) -> ShardRecord:
+    """The first record that can be read: one damaged shard must not hide the others."""
     for rank in ranks[:-1]:
         try:
-            return _read_world(tier, id, rank)
+            return _record(tier, Stored(id, rank))
         except CheckpointError as error:
             log.warning("%s: %s", tier.name, error)
-    return _read_world(tier, id, ranks[-1])
+    return _record(tier, Stored(id, ranks[-1]))
 
 
-def _read_world(tier: Tier, id: CheckpointId, rank: int) -> tuple[int, float]:
-    with closing(tier.open(Stored(id, rank))) as shard:
-        return shard.record.world, shard.record.created
+def _record(tier: Tier, stored: Stored) -> ShardRecord:
+    with closing(open_checked(tier, stored)) as shard:
+        return shard.record
+
+
+def _lineage(value: Any) -> Lineage | None:
+    return None if value is None else Lineage.from_json(value)
+
+
+def told(error: Exception) -> str:
+    """An error in words; what nobody foresaw with its kind."""
+    return str(error) if isinstance(error, SapwoodError) else f"{type(error).__name__}: {error}"

@@ -30,21 +30,24 @@ class Outcomes:
     def __init__(
         self,
         run: RunHandle,
-        attempt: str,
+        name: str,
         stats: CheckpointStats,
         failures: Failures,
         on_durable: OnDurable | None,
         *,
         leads: bool,
     ) -> None:
-        """``leads``: this rank watches for its node; the user's callback is rank 0's."""
+        """``leads``: this rank watches for its node; the user's callback is rank 0's.
+
+        ``name`` is the checkpointer's, the same on all ranks.
+        """
         self._stats = stats
         self._failures = failures
         self._trace = run.trace
         self._on_durable = on_durable if run.group.rank == 0 else None
         self.pruners: Mapping[str, Pruner] = {}
         """By tier; they hear of each checkpoint that is whole."""
-        self._commit = Commit(run.group, attempt, self._whole, watches=leads)
+        self._commit = Commit(run.group, name, self._whole, watches=leads)
 
     def heard(self, progress: Durable | Failed) -> None:
         """A shard of this rank is safe in a tier, or could not be brought there."""
@@ -85,7 +88,7 @@ class Outcomes:
             self._on_durable(report, tier)
         pruner = self.pruners.get(tier)
         if pruner is not None:
-            pruner.whole(id, report.created, report.metrics)
+            pruner.whole(id, report.created, report.metrics, report.lineage)
 
     def close(self, *, meet: bool, timeout: float) -> None:
         """Wait a little for what is still counted; ``meet``: and for all ranks to come here."""

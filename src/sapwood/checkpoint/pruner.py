@@ -16,18 +16,23 @@ from contextlib import closing
 
 from sapwood.checkpoint.retention import Policy, Saved, to_drop
 from sapwood.errors import SapwoodError
-from sapwood.tiers.base import Stored, Tier
+from sapwood.tiers.base import Stored, Tier, open_checked
+from sapwood.tiers.identity import root_of
 from sapwood.tiers.leftovers import QUIET_SECONDS, Clearable, Stale
-from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.record import CheckpointId, Lineage
 from sapwood.tiers.spec import SHARED
 
 __all__ = ["Pruner"]
 
 log = logging.getLogger(__name__)
+_SHOWN = 8
 
 
 class Pruner:
-    """Applies a policy to one tier, also to what earlier attempts left there."""
+    """Applies a policy to one tier, also to what earlier attempts of the training left there.
+
+    Checkpoints of other trainings in the same place are not touched.
+    """
 
     def __init__(
         self,
@@ -47,16 +52,24 @@ class Pruner:
         self._quiet = quiet
         self._cleared = -math.inf
         self._saved: dict[CheckpointId, Saved] | None = None
+        self._root = ""
 
-    def whole(self, id: CheckpointId, created: float, metrics: dict[str, float]) -> None:
+    def whole(
+        self,
+        id: CheckpointId,
+        created: float,
+        metrics: dict[str, float],
+        lineage: Lineage | None = None,
+    ) -> None:
         """A new checkpoint is whole in the tier: what is no longer needed can go."""
-        if self._saved is None:
-            self._saved = {s.id: s for s in self._look() if s.id != id}
-        self._saved[id] = Saved(id=id, created=created, metrics=metrics)
+        if self._saved is None or self._root != root_of(lineage):
+            self._root = root_of(lineage)
+            self._saved = self._ours(id, lineage)
+        self._saved[id] = Saved(id=id, created=created, metrics=metrics, lineage=lineage)
         # Of an attempt that got further before it was restored from an older step, nothing newer
         # than this is touched: it is not ours to judge.
         older = [s for s in self._saved.values() if s.id.step <= id.step]
-        for gone in to_drop(older, self._policy):
+        for gone in to_drop(older, self._policy, id.attempt):
             del self._saved[gone]
             self._drop(gone, self._tier.name)
         self._clear(id)
@@ -74,24 +87,58 @@ class Pruner:
         except SapwoodError as error:
             log.warning("tier %s was not cleared up: %s", self._tier.name, error)
 
-    def _look(self) -> Sequence[Saved]:
+    def _ours(self, id: CheckpointId, lineage: Lineage | None) -> dict[CheckpointId, Saved]:
+        """What is there of the training that saved ``id``; of others it is said that they are."""
+        found, damaged = self._look()
+        known = {one.id.attempt: one.lineage for one in found} | {id.attempt: lineage}
+        # Damaged ones are old, without a merit of their own, and ours if their attempt is.
+        found += [
+            Saved(id=one, created=0.0, lineage=known[one.attempt])
+            for one in damaged
+            if one.attempt in known
+        ]
+        ours = {one.id: one for one in found if root_of(one.lineage) == root_of(lineage)}
+        strange = [one for one in (*damaged, *(s.id for s in found)) if one not in ours]
+        if strange:
+            self._say_strange(sorted(set(strange)))
+        return ours
+
+    def _say_strange(self, strange: Sequence[CheckpointId]) -> None:
+        more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
+        log.warning(
+            "tier %s: %s%s are of another training, or cannot be read; they are left alone, "
+            "whatever is to be kept. Give each training a place of its own, and remove these "
+            "folders by hand if nobody needs them",
+            self._tier.name,
+            ", ".join(str(one) for one in strange[:_SHOWN]),
+            more,
+        )
+
+    def _look(self) -> tuple[list[Saved], list[CheckpointId]]:
+        """What is there and may be whole, and what is damaged."""
         ranks: dict[CheckpointId, list[int]] = {}
         try:
             for stored in self._tier.shards():
                 ranks.setdefault(stored.id, []).append(stored.rank)
         except SapwoodError as error:
             log.warning("tier %s cannot be listed: %s", self._tier.name, error)
-        found = (self._read(id, there) for id, there in ranks.items())
-        return [saved for saved in found if saved is not None]
-
-    def _read(self, id: CheckpointId, ranks: Sequence[int]) -> Saved | None:
-        """None if it is known not to be whole: it must not take a whole one's place."""
-        try:
-            with closing(self._tier.open(Stored(id, ranks[0]))) as shard:
-                record = shard.record
-                if self._tier.name in SHARED and len(ranks) < record.world:
-                    return None
-                metrics = record.extras.get("metrics", {})
-                return Saved(id=id, created=record.created, metrics=metrics)
-        except SapwoodError:  # damaged: old, and without a merit of its own
-            return Saved(id=id, created=0.0)
+        found: list[Saved] = []
+        damaged: list[CheckpointId] = []
+        for id, there in ranks.items():
+            try:
+                with closing(open_checked(self._tier, Stored(id, there[0]))) as shard:
+                    record = shard.record
+            except SapwoodError:
+                damaged.append(id)
+                continue
+            # What is known not to be whole must not take a whole one's place.
+            if self._tier.name not in SHARED or len(there) >= record.world:
+                found.append(
+                    Saved(
+                        id=id,
+                        created=record.created,
+                        metrics=record.extras.get("metrics", {}),
+                        lineage=record.lineage,
+                    )
+                )
+        return found, damaged

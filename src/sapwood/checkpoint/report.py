@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.record import CheckpointId, Lineage
 
 __all__ = ["CheckpointStats", "SaveFailure", "SaveReport"]
 
@@ -36,6 +36,8 @@ class SaveReport:
     """Tiers in which the shards of all ranks are safe."""
     failed: dict[str, str] = field(default_factory=dict)
     """Tiers that gave up, and why."""
+    lineage: Lineage | None = None
+    """Where the attempt that saved it came from."""
 
     @property
     def lasting(self) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
     keep = any_of(last(3), every(1000), best(1, "loss", lower=True))
 
-A policy gets all checkpoints that are safe, oldest first, and returns those to keep. What it does
-not return is removed, but never before a newer checkpoint is durable.
+A policy gets all checkpoints of a training that are safe, oldest first, and returns those to keep.
+What it does not return is removed, but never before a newer checkpoint is durable. Checkpoints of
+branches that were abandoned count as older than those of the current branch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sapwood.checkpoint.branches import Branch, Branches, Seen
 from sapwood.errors import ConfigError
-from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.identity import root_of
+from sapwood.tiers.record import CheckpointId, Lineage
 
 __all__ = ["Policy", "Saved", "any_of", "best", "every", "last", "spaced", "to_drop"]
 
@@ -25,6 +28,8 @@ class Saved:
     created: float
     """Seconds since the epoch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    lineage: Lineage | None = None
+    """Where the attempt that saved it came from."""
 
 
 Policy = Callable[[Sequence[Saved]], set[CheckpointId]]
@@ -74,11 +79,38 @@ def any_of(*policies: Policy) -> Policy:
     return lambda saved: {id for policy in policies for id in policy(saved)}
 
 
-def to_drop(saved: Sequence[Saved], policy: Policy) -> list[CheckpointId]:
-    """What a policy lets go, oldest first; the newest is never among them."""
-    in_order = sorted(saved, key=lambda s: (s.id.step, s.created))
-    kept = policy(in_order)
-    return [s.id for s in in_order[:-1] if s.id not in kept]
+def to_drop(
+    saved: Sequence[Saved], policy: Policy, current: str | None = None
+) -> list[CheckpointId]:
+    """What a policy lets go, oldest first; the newest of a training is never among them.
+
+    Trainings that share a place are judged each by itself. ``current`` is the attempt whose branch
+    is the current one; without it, that of each training's latest attempt.
+    """
+    trainings: dict[str, list[Saved]] = {}
+    for one in saved:
+        trainings.setdefault(root_of(one.lineage), []).append(one)
+    gone = []
+    for mine in trainings.values():
+        branches = Branches(Seen(s.id, s.created, s.lineage) for s in mine)
+        known = current is not None and current in branches.attempts
+        in_order = _by_age(mine, branches.branch(current) if known else branches.current())
+        kept = policy(in_order)
+        gone += [s.id for s in in_order[:-1] if s.id not in kept]
+    return gone
+
+
+def _by_age(saved: Sequence[Saved], branch: Branch) -> list[Saved]:
+    """Oldest first; what is not of the branch is older than all of it."""
+    return sorted(
+        saved,
+        key=lambda s: (
+            s.id in branch,
+            s.id.step,
+            -branch.order.get(s.id.attempt, 0),
+            s.created,
+        ),
+    )
 
 
 def _at_least_one(name: str, n: int) -> None:

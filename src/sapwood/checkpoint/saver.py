@@ -11,6 +11,7 @@ from typing import Any
 
 from sapwood.checkpoint.agreement import Agreement
 from sapwood.checkpoint.auto import Pace
+from sapwood.checkpoint.branches import Attempt
 from sapwood.checkpoint.capture import OWNER, Capture, make_capture
 from sapwood.checkpoint.engine import Engine, Job
 from sapwood.checkpoint.failures import Failures
@@ -24,6 +25,7 @@ from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.worker import Worker
+from sapwood.state.apply import OPTIMIZER_CLASS
 from sapwood.state.extras import Extras
 from sapwood.state.packed import Packed
 from sapwood.state.shards import ShardPlan
@@ -45,7 +47,7 @@ class Saver:
         engine: Engine,
         pool: StagingPool,
         *,
-        attempt: str,
+        attempt: Attempt,
         specs: Sequence[TierSpec],
         extras: Extras,
         metrics: Mapping[str, float],
@@ -62,8 +64,8 @@ class Saver:
         self._attempt, self._specs = attempt, specs
         self._extras, self._metrics = extras, metrics
         self._stats, self._failures, self._on_captured = stats, failures, on_captured
-        self._schedule = _make_schedule(run, settings, f"ckpt/{attempt}/due")
-        self._agreement = Agreement(run.group, attempt)
+        self._schedule = _make_schedule(run, settings, f"ckpt/{attempt.name}/due")
+        self._agreement = Agreement(run.group, attempt.name)
         self.pace = Pace(settings, speaks=run.group.rank == 0)
         self._worker = Worker("sapwood-capture")
         self._capture: Capture | None = None
@@ -80,8 +82,15 @@ class Saver:
             run.events.subscribe(StepEnded, self._step_ended, name=OWNER),
         ]
 
-    def start(self) -> None:
-        """Begin after the step the run is at, whose state may have just been restored."""
+    def start(self, attempt: Attempt) -> None:
+        """Begin after the step the run is at, whose state may have just been restored.
+
+        What is saved from now on is of ``attempt``: a step that was saved before and comes again
+        is another state, and is saved again.
+        """
+        self._attempt = attempt
+        self._agreement = Agreement(self._run.group, attempt.name)
+        self._latest = -1
         self._trusted = False
         self._disarm()
         self._schedule.start(self._run.step_count)
@@ -113,7 +122,7 @@ class Saver:
         if failed == step:
             self._failures.told()
             raise error
-        report = self._stats.of(CheckpointId(step, self._attempt))
+        report = self._stats.of(CheckpointId(step, self._attempt.name))
         if report is None:
             raise CheckpointError(f"step {step} was not captured; see the log")
         return report
@@ -256,10 +265,12 @@ class Saver:
             self._not_saved(step, error)
             return
         # Beside the catalog, whose rows other versions read too, and only where there are some.
-        more = {"metrics": metrics} | ({"tied": dict(contents.tied)} if contents.tied else {})
+        more = {"metrics": metrics, OPTIMIZER_CLASS: type(self._run.optimizer).__name__}
+        more |= {"tied": dict(contents.tied)} if contents.tied else {}
         capture.extras = lambda: _with(taken(), more)
         self._report = capture.report = SaveReport(
-            id=CheckpointId(step, self._attempt),
+            id=CheckpointId(step, self._attempt.name),
+            lineage=self._attempt.lineage,
             mode=capture.mode,
             nbytes=0,
             created=time.time(),
@@ -371,6 +382,7 @@ class Saver:
             extras=packed.extras,
             extras_bytes=packed.nbytes,
             tiers=tuple(s.kind for s in self._specs if self._saved % s.every == 0),
+            lineage=report.lineage,
         )
 
 

@@ -31,13 +31,16 @@ class Schedule:
         self._following = 0
         self._before: int | None = None
         self._closed = False
-        self._read: dict[int, int] = {}
+        self._round = 0
+        self._read: dict[str, int] = {}
         self._worker: Worker | None = Worker("sapwood-schedule") if self._asks else None
 
     def start(self, step: int) -> None:
         """Begin after ``step``: the first checkpoint is at the next multiple of ``every``."""
         if self.every is None:
             return
+        # After a restore steps come again: what was said of them the first time must not be read.
+        self._round += 1
         self.due = self._multiple(step + 1)
         self._following = self.due + self.every
         self._before = None
@@ -57,11 +60,11 @@ class Schedule:
         if self._group.rank == 0 or not self._asks:
             self._following = self._multiple(self.due + max(at_least, 1))
         if self._worker is not None:
-            following = self._following
+            place, following = self._place(step), self._following
             if self._group.rank == 0:
-                self._worker.submit(lambda: self._say(step, following))
+                self._worker.submit(lambda: self._say(place, following))
             else:
-                self._worker.submit(lambda: self._read_ahead(step))
+                self._worker.submit(lambda: self._read_ahead(place))
 
     def close(self) -> None:
         """End the thread."""
@@ -71,23 +74,24 @@ class Schedule:
 
     # A group that is gone is heard of elsewhere, by the training itself.
 
-    def _say(self, step: int, following: int) -> None:
+    def _say(self, place: str, following: int) -> None:
         with suppress(SapwoodError, RuntimeError):
-            self._group.store.set(self._place(step), str(following))
+            self._group.store.set(place, str(following))
 
-    def _read_ahead(self, step: int) -> None:
+    def _read_ahead(self, place: str) -> None:
         with suppress(SapwoodError, RuntimeError):
             while not self._closed:
-                if self._group.store.wait(self._place(step), _POLL):
-                    self._read[step] = int(self._group.store.get(self._place(step)))
+                if self._group.store.wait(place, _POLL):
+                    self._read[place] = int(self._group.store.get(place))
                     return
 
     def _told(self, step: int) -> int:
-        known = self._read.pop(step, None)
-        return int(self._group.store.get(self._place(step))) if known is None else known
+        place = self._place(step)
+        known = self._read.pop(place, None)
+        return int(self._group.store.get(place)) if known is None else known
 
     def _place(self, step: int) -> str:
-        return f"{self._key}/after-{step}"
+        return f"{self._key}/{self._round}/after-{step}"
 
     def _multiple(self, step: int) -> int:
         assert self.every is not None

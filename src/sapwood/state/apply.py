@@ -1,9 +1,14 @@
-"""Giving a run a state that came from elsewhere, all of it or nothing."""
+"""Giving a run a state that came from elsewhere, all of it or nothing.
+
+``check`` needs names, shapes and settings only, so that a state that does not fit is refused before
+its bytes are read. ``prepare`` makes everything that can fail: it looks at values and places the
+optimizer's tensors on their devices. What is left is ``Change.apply``, which copies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,11 +19,14 @@ from torch import Tensor, nn
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog, differences
 from sapwood.state.contents import collect, to_torch_dtype
+from sapwood.state.packed import MARK
 from sapwood.state.plain import from_plain
 from sapwood.state.tensors import named_parameters
 
-__all__ = ["GivenState", "apply", "apply_optimizer", "as_tensor"]
+__all__ = ["Change", "GivenState", "apply_optimizer", "as_tensor", "check", "prepare"]
 
+OPTIMIZER_CLASS = "optimizer_class"
+"""Under this name, the extras say which optimizer saved them."""
 _SHOWN = 20
 
 
@@ -34,49 +42,143 @@ class GivenState:
     """The extras of this rank; empty if the saved run had no such rank."""
 
 
-def apply(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: GivenState, *, with_optimizer: bool
+@dataclass
+class Change:
+    """A state on its way into a run: everything is there and fits, nothing is changed yet."""
+
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """The run's tensors, and what goes into each."""
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    """The optimizer's parameter groups, and the settings each gets."""
+    optimizer: torch.optim.Optimizer | None = None
+    states: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    """What the optimizer knows of each parameter; empty: nothing."""
+
+    def apply(self) -> None:
+        """Change the run; the optimizer's state may then be the given memory itself."""
+        with torch.no_grad():
+            for target, value in self.copies:
+                target.copy_(value)
+        for group, settings in self.groups:
+            group.update(settings)
+        if self.optimizer is None:
+            return
+        for parameter, values in self.states.items():
+            if not values:
+                self.optimizer.state.pop(parameter, None)
+                continue
+            here = self.optimizer.state[parameter]
+            here.clear()
+            here.update(values)
+
+
+def check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    catalog: Catalog,
+    common: Mapping[str, Any],
+    *,
+    with_optimizer: bool,
 ) -> None:
-    """Give a run a state; the optimizer's may then be the given memory itself.
+    """See that a run can take a state of these tensors; ``common`` are the lowest rank's extras.
+
+    They are not decoded: parts of them may not have been read yet.
 
     Raises:
-        CheckpointError: it is of another model; every difference is listed.
+        CheckpointError: it is of another model or optimizer; every difference is listed.
+    """
+    here = collect(model, optimizer, lambda name: (0,)).catalog
+    wanted = {key: entry for key, entry in here.by_key.items() if key[0] == "model"}
+    lines = differences(Catalog(tuple(e for e in catalog.entries if e.file == "model")), wanted)
+    if lines:
+        more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        raise CheckpointError(
+            "the checkpoint is of another model:\n  " + "\n  ".join([*lines[:_SHOWN], *more])
+        )
+    if with_optimizer:
+        _check_class(optimizer, common)
+        _check_groups(optimizer, common)
+
+
+def prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: GivenState, *, with_optimizer: bool
+) -> Change:
+    """Make ready to give a run a state that ``check`` accepts; nothing is changed yet.
+
+    Raises:
+        CheckpointError: a tensor of the run cannot hold its values.
     """
     contents = collect(model, optimizer, lambda name: (0,))
-    _check(state.catalog, contents.catalog)
+    change = Change()
+    for key, tensor in contents.tensors.items():
+        if key[0] == "model":
+            change.copies.append(_fitted(key[1], tensor, as_tensor(state, key)))
     if with_optimizer:
-        _check_groups(optimizer, state.common)
-    with torch.no_grad():
-        for key, tensor in contents.tensors.items():
-            if key[0] == "model":
-                tensor.copy_(as_tensor(state, key))
-    if with_optimizer:
-        apply_optimizer(named_parameters(model), optimizer, state)
+        _prepare_optimizer(change, named_parameters(model), optimizer, state)
+    return change
+
+
+def apply_optimizer(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, given: GivenState
+) -> None:
+    """Give an optimizer its part of a state."""
+    change = Change()
+    _prepare_optimizer(change, parameters, optimizer, given)
+    change.apply()
 
 
 def as_tensor(state: GivenState, key: tuple[str, str]) -> Tensor:
     """One tensor of a state, on the CPU."""
     entry = state.catalog.by_key[key]
     dtype = to_torch_dtype(entry.dtype)
-    raw: Any = state.tensors[key]
-    if not raw.size:
+    if not entry.nbytes:
         return torch.empty(entry.shape, dtype=dtype)
+    raw: Any = state.tensors[key]
     return torch.from_numpy(np.asarray(raw)).view(dtype).view(entry.shape)
 
 
-def _check(saved: Catalog, here: Catalog) -> None:
-    wanted = {key: entry for key, entry in here.by_key.items() if key[0] == "model"}
-    model = Catalog(tuple(e for e in saved.entries if e.file == "model"))
-    lines = differences(model, wanted)
-    if lines:
-        more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+def _fitted(name: str, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What to copy where: an expanded tensor has memory for one of the elements that share it.
+
+    torch refuses to write to the others, though what is written would be the same.
+    """
+    target, first = tensor, value
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, first = target.narrow(dim, 0, 1), first.narrow(dim, 0, 1)
+    if target is not tensor and not _same_bytes(first.expand_as(value), value):
         raise CheckpointError(
-            "the checkpoint is of another model:\n  " + "\n  ".join([*lines[:_SHOWN], *more])
+            f"model {name} is expanded here, so that many of its elements share memory, and the "
+            "checkpoint has different values for them; make it contiguous"
+        )
+    return target, first
+
+
+def _same_bytes(left: Tensor, right: Tensor) -> bool:
+    """Bit for bit: not a number is equal to itself."""
+    ours, theirs = (t.contiguous().reshape(-1).view(torch.uint8) for t in (left, right))
+    return torch.equal(ours, theirs)
+
+
+# -- the optimizer ---------------------------------------------------------------------------
+
+
+def _check_class(optimizer: torch.optim.Optimizer, common: Mapping[str, Any]) -> None:
+    """Another optimizer would find states under names it does not know, many steps later."""
+    saved, here = common.get(OPTIMIZER_CLASS), type(optimizer).__name__
+    groups = common.get("groups") or [{}]
+    if saved is None or saved == here or MARK in groups[0]:  # the last: not read yet
+        return
+    lacking = sorted(set(optimizer.defaults) - set(groups[0]))
+    if lacking:
+        raise CheckpointError(
+            f"the optimizer is {here}, the checkpoint's {saved}, which has no "
+            f"{', '.join(lacking)}; use {saved}, or restore with optimizer=False"
         )
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, common: Mapping[str, Any]) -> None:
-    saved, here = len(common["groups"]), len(optimizer.param_groups)
+    saved, here = len(common.get("groups", ())), len(optimizer.param_groups)
     if saved != here:
         raise CheckpointError(
             f"the optimizer has {here} parameter groups, the checkpoint {saved}; make the same "
@@ -84,33 +186,56 @@ def _check_groups(optimizer: torch.optim.Optimizer, common: Mapping[str, Any]) -
         )
 
 
-def apply_optimizer(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, given: GivenState
+def _settings(optimizer: torch.optim.Optimizer, common: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings of each parameter group."""
+    _check_groups(optimizer, common)
+    try:
+        return [dict(from_plain(group)) for group in common["groups"]]
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's parameter groups cannot be read: {error!r}; restore with "
+            "optimizer=False"
+        ) from error
+
+
+def _plain_states(common: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Optimizer state that is not tensors, by parameter."""
+    try:
+        return {str(name): dict(v) for name, v in from_plain(common["optimizer"]).items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's optimizer state cannot be read: {error!r}; restore with "
+            "optimizer=False"
+        ) from error
+
+
+def _prepare_optimizer(
+    change: Change,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    given: GivenState,
 ) -> None:
-    """Give an optimizer its part of a state."""
-    for group, saved in zip(optimizer.param_groups, given.common["groups"], strict=True):
-        group.update(from_plain(saved))
+    settings = _settings(optimizer, given.common)
+    change.optimizer = optimizer
+    change.groups = list(zip(optimizer.param_groups, settings, strict=True))
     state: dict[str, dict[str, Any]] = {}
     for file, name in given.catalog.by_key:
         if file == "optimizer":
             owner, _, part = name.rpartition("/")
             state.setdefault(owner, {})[part] = as_tensor(given, (file, name))
-    for owner, values in from_plain(given.common["optimizer"]).items():
+    for owner, values in _plain_states(given.common).items():
         state.setdefault(owner, {}).update(values)
     clocks_on_device = {
-        id(p): bool(g.get("capturable") or g.get("fused"))
-        for g in optimizer.param_groups
-        for p in g["params"]
+        id(p): any(new.get(name, group.get(name)) for name in ("capturable", "fused"))
+        for group, new in change.groups
+        for p in group["params"]
     }
     for name, parameter in parameters.items():
-        if name not in state:
-            optimizer.state.pop(parameter, None)
-            continue
-        here = optimizer.state[parameter]
-        here.clear()
-        for part, value in state[name].items():
-            on_device = part != "step" or clocks_on_device.get(id(parameter), False)
-            here[part] = _placed(value, parameter) if on_device else value
+        on_device = clocks_on_device.get(id(parameter), False)
+        change.states[parameter] = {
+            part: _placed(value, parameter) if part != "step" or on_device else value
+            for part, value in state.get(name, {}).items()
+        }
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:

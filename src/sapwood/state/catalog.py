@@ -7,6 +7,7 @@ writers on different nodes need not talk to each other to fill one file.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -138,6 +139,11 @@ class Catalog:
     def text(self) -> bytes:
         """``to_json`` as JSON: the same for every checkpoint of a run, and long to make."""
         return json.dumps(self.to_json(), separators=(",", ":")).encode()
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of ``text``: always by one algorithm, so that any two can be compared."""
+        return hashlib.blake2b(self.text, digest_size=16).hexdigest()
 
     @classmethod
     def from_json(cls, rows: Any) -> Catalog:

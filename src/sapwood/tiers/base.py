@@ -18,9 +18,12 @@ from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 
 __all__ = [
     "Mendable",
+    "Misplaced",
+    "Recorded",
     "Stored",
     "StoredShard",
     "Tier",
+    "open_checked",
     "read_extras",
     "read_range",
     "read_shard",
@@ -114,6 +117,45 @@ class Mendable(Protocol):
 
         Raises:
             TierError: it could not be done now.
+        """
+        ...
+
+
+class Misplaced(CheckpointError):
+    """A shard that is sound, but was written for another place than it is in."""
+
+
+def open_checked(tier: Tier, stored: Stored) -> StoredShard:
+    """Open a shard, and see that it is the one its place says.
+
+    A record proves only that its own bytes are sound. A folder that was renamed to another step,
+    or shards that were swapped between ranks, are sound and still a state of no step.
+
+    Raises:
+        Misplaced: it was written for another place.
+        CheckpointError: it is not there, or damaged.
+    """
+    shard = tier.open(stored)
+    record = shard.record
+    if Stored(record.id, record.rank) == stored:
+        return shard
+    shard.close()
+    raise Misplaced(
+        f"shard {stored.rank} of checkpoint {stored.id} is damaged: what lies there was written as "
+        f"shard {record.rank} of checkpoint {record.id}; files were moved or a folder was renamed: "
+        "put them back, or remove them"
+    )
+
+
+@runtime_checkable
+class Recorded(Protocol):
+    """A tier that can tell what a shard was also where its bytes are damaged."""
+
+    def record(self, stored: Stored) -> ShardRecord:
+        """The record of a shard, by itself.
+
+        Raises:
+            CheckpointError: it is not there, or damaged.
         """
         ...
 

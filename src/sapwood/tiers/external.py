@@ -140,6 +140,8 @@ class ExternalTier:
         partial, final = self._partial(id), self._final(id)
         try:
             manifest = self._manifest(partial, known)
+            if manifest is not None and manifest.id != id:
+                raise CheckpointError(f"it was renamed: its records are of {manifest.id}")
             if manifest is not None:
                 self._files.write_whole(partial / MANIFEST, manifest.encode(), writer=writer)
                 self._files.publish(partial, final)
@@ -186,6 +188,19 @@ class ExternalTier:
             except FileNotFoundError as error:
                 why = why or f"{error.filename} is not there"
         raise CheckpointError(f"shard {stored.rank} of {stored.id} cannot be read: {why}")
+
+    def record(self, stored: Stored) -> ShardRecord:
+        """A rank's record, whatever has become of the files.
+
+        Raises:
+            CheckpointError: it is not there, or damaged.
+        """
+        what = f"the record of rank {stored.rank} in {self._final(stored.id)}"
+        try:
+            _, content = self._read(stored.id, record_name(stored.rank))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {what}: {error.strerror or error}") from error
+        return ShardRecord.decode(content or b"", what)
 
     def check(self, id: CheckpointId) -> Manifest:
         """See that a published checkpoint is what its manifest says, but for the tensors' bytes.

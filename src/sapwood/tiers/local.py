@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sapwood.errors import TierError
+from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.base import Stored, StoredShard
 from sapwood.tiers.files import Files, draft_of
 from sapwood.tiers.leftovers import Stale, clear_folders, is_draft
@@ -65,6 +65,14 @@ class LocalTier:
     def open(self, stored: Stored) -> StoredShard:
         """Open a shard, however it was stored."""
         return open_shard(self.folder / stored.id.folder, stored.rank)
+
+    def record(self, stored: Stored) -> ShardRecord:
+        """A shard's record, whatever has become of its data file."""
+        path = self.folder / stored.id.folder / record_name(stored.rank)
+        try:
+            return ShardRecord.decode(path.read_bytes(), str(path))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
     def drop(self, id: CheckpointId) -> None:
         """Take the records away first: a crash on the way leaves no shard that seems whole.

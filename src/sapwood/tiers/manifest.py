@@ -10,7 +10,7 @@ from typing import Any
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog
 from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal, unseal
-from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.record import CheckpointId, Lineage, ShardRecord
 
 __all__ = ["MANIFEST", "Manifest", "check_agreement", "join"]
 
@@ -32,6 +32,8 @@ class Manifest:
     records: tuple[str, ...]
     """The checksum of each rank's record, as it is on disk."""
     algorithm: str = DEFAULT_ALGORITHM
+    lineage: Lineage | None = None
+    """Where the attempt came from; None if its records do not say."""
 
     def encode(self) -> bytes:
         """The manifest as a file's content."""
@@ -44,6 +46,7 @@ class Manifest:
             "files": dict(self.files),
             "algorithm": self.algorithm,
             "records": list(self.records),
+            "lineage": None if self.lineage is None else self.lineage.to_json(),
         }
         return seal(json.dumps(body, indent=1).encode(), self.algorithm)
 
@@ -78,6 +81,7 @@ def join(contents: Mapping[int, bytes], first: ShardRecord, what: str) -> Manife
         created=created,
         files={each.filename: each.size for each in first.catalog.layouts.values()},
         records=tuple(digest(content) for _, content in sorted(contents.items())),
+        lineage=first.lineage,
     )
 
 
@@ -89,18 +93,32 @@ def check_agreement(contents: Mapping[int, bytes], first: ShardRecord, what: str
     Raises:
         CheckpointError: a record is damaged, or they do not belong together; it names the ranks.
     """
-    id = first.id
-    expected = {"step": id.step, "attempt": id.attempt, "world": first.world}
-    created, others = [first.created], []
+    id, lineage = first.id, first.lineage
+    tensors = {"world": first.world, "catalog": True}
+    identity = {
+        "step": id.step,
+        "attempt": id.attempt,
+        "lineage": None if lineage is None else lineage.to_json(),
+    }
+    created: list[float] = [first.created]
+    strange: list[int] = []
+    others: list[int] = []
     for rank, content in sorted(contents.items()):
         body = unseal(content, f"the record of rank {rank} in {what}")
         if rank == first.rank:
             continue
         facts = _facts(body, first.catalog)
         created.append(float(facts["created"]))
-        same = {**expected, "rank": rank, "catalog": True}
-        if any(facts[key] != value for key, value in same.items()):
+        if any(facts.get(key) != value for key, value in {**identity, "rank": rank}.items()):
+            strange.append(rank)
+        elif any(facts[key] != value for key, value in tensors.items()):
             others.append(rank)
+    if strange:
+        raise CheckpointError(
+            f"the shards in {what} are not of one checkpoint: those of ranks {strange} were "
+            f"written for another one than {id} of rank {first.rank}, or by another rank; files "
+            "were moved"
+        )
     if others:
         raise CheckpointError(
             f"the shards in {what} are not of one checkpoint: ranks {others} have other tensors "
@@ -135,4 +153,5 @@ def _decoded(body: Mapping[str, Any]) -> Manifest:
         files={str(name): int(size) for name, size in body["files"].items()},
         records=tuple(map(str, body["records"])),
         algorithm=str(body["algorithm"]),
+        lineage=None if body.get("lineage") is None else Lineage.from_json(body["lineage"]),
     )

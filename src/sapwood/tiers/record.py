@@ -7,7 +7,6 @@ as surely as one in the data.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,39 +16,31 @@ from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog
 from sapwood.state.shards import Piece, Shard
 from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal, unseal
+from sapwood.tiers.identity import CheckpointId, Lineage
 
-__all__ = ["EXTRAS", "RANGE_BYTES", "CheckpointId", "Range", "ShardRecord", "describe"]
+__all__ = [
+    "EXTRAS",
+    "RANGE_BYTES",
+    "CheckpointId",
+    "Identity",
+    "Lineage",
+    "Range",
+    "ShardRecord",
+    "describe",
+    "differing",
+]
 
-FORMAT = "sapwood-shard/1"
+FORMAT = "sapwood-shard/2"
+_READABLE = ("sapwood-shard/1", FORMAT)
+"""Records of the first format have neither a lineage nor a digest of the catalog."""
 RANGE_BYTES = 4 * 2**20
 """A checksum covers at most this much of one piece."""
 EXTRAS = "extras"
 """In place of a tensor's file: the bytes are those the extras refer to, and of no tensor."""
-_FOLDER = re.compile(r"(\d{8,})-([0-9a-f]{6})")
 
 
-@dataclass(frozen=True, order=True)
-class CheckpointId:
-    """A step of one attempt: a run that was restored and comes to a step again never overwrites."""
-
-    step: int
-    attempt: str
-    """Six hexadecimal digits, drawn when a checkpointer starts."""
-
-    @property
-    def folder(self) -> str:
-        """The name of its folder."""
-        return f"{self.step:08d}-{self.attempt}"
-
-    @classmethod
-    def parse(cls, folder: str) -> CheckpointId | None:
-        """The id behind a folder's name; None for any other name."""
-        found = _FOLDER.fullmatch(folder)
-        return cls(int(found[1]), found[2]) if found else None
-
-    def __str__(self) -> str:
-        """As the command line shows it."""
-        return self.folder
+Identity = tuple[CheckpointId, int, str, Lineage | None]
+"""What the records of one checkpoint have in common: id, world, digest of the tensors, lineage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +79,15 @@ class ShardRecord:
     """Size of the region the extras refer to; it lies behind the pieces in the shard's memory."""
     extras_digests: tuple[str, ...] = ()
     """The checksums of the region's ranges."""
+    lineage: Lineage | None = None
+    """Where the attempt came from; None in records of the first format."""
+    catalog_digest: str = ""
+    """Of the catalog, so that records can be compared without it; empty in the first format."""
+
+    @property
+    def identity(self) -> Identity:
+        """What it has in common with the other records of its checkpoint."""
+        return self.id, self.world, self.catalog_digest or self.catalog.digest, self.lineage
 
     @cached_property
     def ranges(self) -> tuple[Range, ...]:
@@ -118,6 +118,8 @@ class ShardRecord:
             "created": self.created,
             "algorithm": self.algorithm,
             "range_bytes": self.range_bytes,
+            "lineage": None if self.lineage is None else self.lineage.to_json(),
+            "catalog_digest": self.catalog_digest,
         }
         if self.extras_bytes:
             head |= {"extras_bytes": self.extras_bytes, "extras_digests": self.extras_digests}
@@ -155,6 +157,7 @@ def describe(
     created: float,
     extras: Mapping[str, Any],
     extras_bytes: int = 0,
+    lineage: Lineage | None = None,
 ) -> ShardRecord:
     """The record of a shard whose memory is ``data``: this is where checksums are made."""
     memory = memoryview(data)
@@ -177,11 +180,20 @@ def describe(
         extras=extras,
         extras_bytes=extras_bytes,
         extras_digests=last,
+        lineage=lineage,
+        catalog_digest=catalog.digest,
     )
 
 
 def _extras_piece(shard: Shard, nbytes: int) -> Piece:
     return Piece(file=EXTRAS, name="state", start=0, stop=nbytes, at=shard.extras_at)
+
+
+def differing(one: Identity, other: Identity) -> str:
+    """In what two identities differ, for a message."""
+    kinds = ("id", "number of ranks", "list of tensors", "lineage")
+    pairs = zip(kinds, one, other, strict=True)
+    return " and ".join(kind for kind, here, there in pairs if here != there)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
@@ -198,8 +210,9 @@ def _ranges(piece: Piece, marks: Sequence[str], size: int) -> Iterator[Range]:
 
 
 def _decoded(body: Mapping[str, Any]) -> ShardRecord:
-    if body["format"] != FORMAT:
-        raise ValueError(f"its format is {body['format']!r}, expected {FORMAT!r}")
+    if body["format"] not in _READABLE:
+        raise ValueError(f"its format is {body['format']!r}, expected one of {_READABLE}")
+    lineage = body.get("lineage")
     catalog = Catalog.from_json(body["catalog"])
     return ShardRecord(
         id=CheckpointId(int(body["step"]), str(body["attempt"])),
@@ -214,4 +227,6 @@ def _decoded(body: Mapping[str, Any]) -> ShardRecord:
         extras=body["extras"],
         extras_bytes=int(body.get("extras_bytes", 0)),
         extras_digests=tuple(map(str, body.get("extras_digests", ()))),
+        lineage=None if lineage is None else Lineage.from_json(lineage),
+        catalog_digest=str(body.get("catalog_digest", "")),
     )

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from sapwood.buffers import Arena
 from sapwood.state.shards import ShardPlan
-from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.record import CheckpointId, Lineage
 
 __all__ = ["Durable", "Engine", "Failed", "Freed", "Job", "Listener", "Progress"]
 
@@ -37,6 +37,8 @@ class Job:
     extras: Mapping[str, Any]
     tiers: tuple[str, ...]
     """The tiers this checkpoint goes to; each has its own interval."""
+    lineage: Lineage | None = None
+    """Where the attempt came from, for the record."""
     extras_bytes: int = 0
     """Size of what the extras refer to, behind the shard's pieces in the arena."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from sapwood.checkpoint.engine.base import Durable, Failed, Freed, Job, Progress
 from sapwood.state.catalog import Catalog
 from sapwood.state.shards import Shard, ShardPlan
-from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.record import CheckpointId, Lineage
 from sapwood.tiers.spec import NodeMap, TierSpec
 
 __all__ = [
@@ -65,12 +65,13 @@ def from_job(job: Job, plan: int) -> dict[str, Any]:
         "extras": job.extras,
         "extras_bytes": job.extras_bytes,
         "tiers": job.tiers,
+        "lineage": None if job.lineage is None else job.lineage.to_json(),
     }
 
 
 def to_job(message: Mapping[str, Any], plan: ShardPlan) -> Job:
     """The reverse of ``from_job``."""
-    rank = int(message["rank"])
+    rank, lineage = int(message["rank"]), message["lineage"]
     if not 0 <= rank < len(plan.shards) or not isinstance(message["extras"], dict):
         raise ValueError(f"rank {rank}, extras of type {type(message['extras']).__name__}")
     extras_bytes = int(message["extras_bytes"])
@@ -85,6 +86,7 @@ def to_job(message: Mapping[str, Any], plan: ShardPlan) -> Job:
         extras=message["extras"],
         extras_bytes=extras_bytes,
         tiers=tuple(str(name) for name in message["tiers"]),
+        lineage=None if lineage is None else Lineage.from_json(lineage),
     )
 
 

@@ -162,6 +162,7 @@ class Pipeline:
                 created=job.created,
                 extras=job.extras,
                 extras_bytes=job.extras_bytes,
+                lineage=job.lineage,
             )
         except Exception as error:
             self._give_up(load, names, error)

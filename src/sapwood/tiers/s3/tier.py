@@ -141,13 +141,21 @@ class S3Tier:
         """Every shard whose record is there."""
         return stored_in(self._objects.names())
 
-    def open(self, stored: Stored) -> S3Shard:
-        """Read a shard's record, and see that its bytes are there."""
+    def record(self, stored: Stored) -> ShardRecord:
+        """A shard's record, whatever has become of its bytes.
+
+        Raises:
+            CheckpointError: it is not there, or damaged.
+        """
         name = record_name(stored.id, stored.rank)
         try:
-            record = ShardRecord.decode(self._objects.get(name), f"{self.place}/{name}")
+            return ShardRecord.decode(self._objects.get(name), f"{self.place}/{name}")
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no {self.place}/{name}") from error
+
+    def open(self, stored: Stored) -> S3Shard:
+        """Read a shard's record, and see that its bytes are there."""
+        record = self.record(stored)
         if record.extras_bytes:
             name = extras_name(record)
             self._check_size(name, self._objects.size(name), record.extras_bytes)

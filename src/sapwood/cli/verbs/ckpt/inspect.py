@@ -66,6 +66,11 @@ def _show(found: Checkpoint, record: ShardRecord, chosen: Sequence[Entry]) -> No
     out = console()
     facts = f"{found.state}, {size(found.nbytes)} in {record.world} shards"
     out.print(f"checkpoint {found.id}: {facts}", markup=False)
+    lineage = found.lineage
+    if lineage is not None:
+        whence = "from scratch" if lineage.parent is None else f"restored from {lineage.parent}"
+        word = f"run {lineage.run}, attempt {found.id.attempt}, {whence}; branch: {found.branch}"
+        out.print(word, markup=False)
     for part in (_tensor_table(chosen), _file_table(record), _shard_table(found)):
         out.print()
         out.print(part)
@@ -189,6 +194,8 @@ def _plain(found: Checkpoint, record: ShardRecord, chosen: Sequence[Entry]) -> d
     return {
         "id": found.id.folder,
         "state": found.state,
+        "branch": found.branch or None,
+        "lineage": None if found.lineage is None else found.lineage.to_json(),
         "bytes": found.nbytes,
         "world": record.world,
         "created": record.created,

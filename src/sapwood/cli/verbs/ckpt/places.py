@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = ["DEFAULT_PLACE", "Place", "checkpoint_of", "find_places", "find_tiers
 DEFAULT_PLACE = "ckpts"
 _DEPTH = 5  # from a run's folder: ckpts/nodes/<node>/kept/partner
 _PARTNER = "partner"
+_FORK = re.compile(r"(?:^|/)forks/([^/]+)")
 _HERE = NodeMap(node="cli", rank_nodes=("cli",))
 
 
@@ -32,6 +34,12 @@ class Place:
     """As it is shown: below the place the user gave."""
     folder: Path | None = None
     """None for a tier that is not a folder."""
+
+    @property
+    def fork(self) -> str:
+        """The id of the fork whose checkpoints are here; empty if they are no fork's."""
+        found = _FORK.search(self.path)
+        return "" if found is None else found[1]
 
     @property
     def label(self) -> str:

@@ -54,7 +54,10 @@ def prune(
     keep = _policy(last, every, best, spaced, lower=lower, higher=higher)
     found = survey(find_places(places or (DEFAULT_PLACE,)))
     whole = {c.id: c for c in found if c.whole}
-    saved = [retention.Saved(id=c.id, created=c.created, metrics=c.metrics) for c in whole.values()]
+    saved = [
+        retention.Saved(id=c.id, created=c.created, metrics=c.metrics, lineage=c.lineage)
+        for c in whole.values()
+    ]
     going = [whole[id] for id in retention.to_drop(saved, keep)]
     for checkpoint in going:
         verb = "removing" if yes else "would remove"

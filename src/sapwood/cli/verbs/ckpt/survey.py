@@ -10,19 +10,32 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from sapwood.checkpoint.branches import Branches, Seen
 from sapwood.cli.verbs.ckpt.fragments import FragmentFolders, Fragments
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, Place, checkpoint_of, find_places
 from sapwood.errors import CheckpointError, SapwoodError, TierError
-from sapwood.tiers.base import Stored
-from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.base import Stored, open_checked
+from sapwood.tiers.record import CheckpointId, Lineage, ShardRecord, differing
 
-__all__ = ["Checkpoint", "Copy", "Leftover", "find", "find_one", "split", "survey"]
+__all__ = [
+    "ABANDONED",
+    "CURRENT",
+    "OTHER",
+    "Checkpoint",
+    "Copy",
+    "Leftover",
+    "find",
+    "find_one",
+    "split",
+    "survey",
+]
 
 _OURS = re.compile(
     r"shard-\d+(\.base-\d+)?\.(bin|json|index|extras)|.+\.safetensors|manifest\.json"
     r"|\..+\.draft-.+"
 )
 """What tiers put into the folder of a checkpoint; anything else is somebody's, and stays."""
+CURRENT, ABANDONED, OTHER = "current", "abandoned", "other training"
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,8 @@ class Checkpoint:
     id: CheckpointId
     copies: list[Copy] = field(default_factory=list)
     leftovers: list[Leftover] = field(default_factory=list)
+    branch: str = ""
+    """Of the current branch, an abandoned one, or another training; empty if no record says."""
 
     @cached_property
     def records(self) -> Mapping[int, ShardRecord]:
@@ -108,6 +123,16 @@ class Checkpoint:
         return ", ".join(words + ([f"{_shards(lost)} missing"] if lost else []))
 
     @property
+    def lineage(self) -> Lineage | None:
+        """Where the attempt that saved it came from; None if no record says."""
+        return self.any_record.lineage if self.any_record else None
+
+    @property
+    def fork(self) -> str:
+        """The fork whose checkpoint it is; empty if it is no fork's."""
+        return min(place.fork for place in self.places) if self.places else ""
+
+    @property
     def created(self) -> float:
         """Seconds since the epoch; 0 if no record can be read."""
         return self.any_record.created if self.any_record else 0.0
@@ -147,17 +172,20 @@ class Checkpoint:
             raise CheckpointError(
                 f"checkpoint {self.id} is not whole: {self.state}" + (f" ({why})" if why else "")
             )
-        for other in self.records.values():
-            if (other.catalog, other.world) != (record.catalog, record.world):
+        for rank, other in self.records.items():
+            if other.identity != record.identity:
                 raise CheckpointError(
-                    f"shards {record.rank} and {other.rank} of checkpoint {self.id} do not belong "
-                    "together: their lists of tensors differ"
+                    f"shards {record.rank} and {rank} of checkpoint {self.id} do not belong "
+                    f"together, they differ in {differing(record.identity, other.identity)}: files "
+                    "were moved, or come from another training"
                 )
         return record
 
 
 def survey(places: Sequence[Place]) -> list[Checkpoint]:
-    """Every checkpoint of these places, oldest step first; of a step, the newest attempt last.
+    """Every checkpoint of these places, oldest step first.
+
+    Of a step, that of the current branch comes last, else that of the newest attempt.
 
     Raises:
         TierError: a place cannot be listed.
@@ -171,7 +199,27 @@ def survey(places: Sequence[Place]) -> list[Checkpoint]:
         id = checkpoint_of(left.path.name) or checkpoint_of(left.path.parent.name)
         assert id is not None
         found.setdefault(id, Checkpoint(id)).leftovers.append(left)
-    return sorted(found.values(), key=lambda c: (c.id.step, c.created, c.id.attempt))
+    _mark_branches(found.values())
+    return sorted(
+        found.values(),
+        key=lambda c: (c.id.step, c.branch == CURRENT, c.created, c.id.attempt),
+    )
+
+
+def _mark_branches(found: Iterable[Checkpoint]) -> None:
+    """Say of each checkpoint what a restore would take it for; forks have folders of their own."""
+    homes: dict[str, list[Checkpoint]] = {}
+    for one in found:
+        homes.setdefault(one.fork, []).append(one)
+    for mine in homes.values():
+        readable = [one for one in mine if one.any_record is not None]
+        branches = Branches(Seen(c.id, c.created, c.lineage) for c in readable)
+        current = branches.current()
+        for one in mine:
+            if one.id.attempt not in branches.attempts:
+                continue
+            related = current.is_related(branches.lineage(one.id.attempt))
+            one.branch = CURRENT if one.id in current else ABANDONED if related else OTHER
 
 
 def split(argument: str, place: str) -> tuple[str, str]:
@@ -191,12 +239,20 @@ def find_one(argument: str, place: str = DEFAULT_PLACE) -> Checkpoint:
 
 
 def find(name: str, among: Sequence[Checkpoint], where: str) -> Checkpoint:
-    """The checkpoint of this name: a step, an id, or ``latest`` (the newest that is whole)."""
+    """The checkpoint of this name: a step, an id, or ``latest``.
+
+    ``latest`` is what ``restore_latest`` takes: the newest of the current branch that is whole.
+    """
     if name == "latest":
+        # Those of forks count only where there are no others: each fork has its own branch.
+        ours = [c for c in among if not c.fork]
+        fork = "" if ours or not among else max(among, key=lambda c: c.created).fork
         for checkpoint in reversed(among):
-            if checkpoint.whole:
+            if checkpoint.whole and checkpoint.branch == CURRENT and checkpoint.fork == fork:
                 return checkpoint
-        raise CheckpointError(f"no checkpoint in {where} is whole; {_known(among)}")
+        raise CheckpointError(
+            f"no checkpoint in {where} is whole on the current branch; {_known(among)}"
+        )
     fitting = [c for c in among if name in (c.id.folder, str(c.id.step))]
     if not fitting and name.isdigit():
         fitting = [c for c in among if c.id.step == int(name)]
@@ -218,7 +274,7 @@ def _known(among: Iterable[Checkpoint]) -> str:
 def _copy(place: Place, stored: Stored) -> Copy:
     fragments = place.tier.fragments(stored) if isinstance(place.tier, FragmentFolders) else None
     try:
-        with closing(place.tier.open(stored)) as shard:
+        with closing(open_checked(place.tier, stored)) as shard:
             return Copy(place, stored.rank, shard.record, fragments=fragments)
     except SapwoodError as error:
         return Copy(place, stored.rank, None, str(error), fragments)

@@ -15,7 +15,7 @@ from sapwood.cli.verbs.ckpt.published import problem_of
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, Copy, find_one, survey
 from sapwood.cli.words import progress, size
 from sapwood.errors import CheckpointError, SapwoodError
-from sapwood.tiers.base import Stored, read_range
+from sapwood.tiers.base import Stored, open_checked, read_range
 from sapwood.tiers.record import CheckpointId
 
 __all__ = ["Damage", "check_copy", "verify"]
@@ -43,8 +43,9 @@ def verify(
 ) -> int:
     """Read every byte of every copy and compare it with its checksum.
 
-    Says exactly what is damaged: the copy, the tensor, and which of its bytes. The exit code is 1
-    if anything is damaged or missing.
+    Says exactly what is damaged: the copy, the tensor, and which of its bytes. Shards that lie
+    where they do not belong (a folder that was renamed, files that were swapped) are damage too.
+    The exit code is 1 if anything is damaged or missing.
 
     ```
     sapwood ckpt verify                       everything under ckpts/
@@ -81,7 +82,7 @@ def check_copy(
     """Read one copy of a shard to its end, whatever is wrong on the way."""
     facts: dict[str, Any] = {"checkpoint": id.folder, "shard": copy.rank, "where": copy.place.label}
     try:
-        shard = copy.place.tier.open(Stored(id, copy.rank))
+        shard = open_checked(copy.place.tier, Stored(id, copy.rank))
     except SapwoodError as error:
         yield Damage(problem=str(error), **facts)
         return
@@ -111,6 +112,9 @@ def _check(one: Checkpoint, advance: Callable[[int], None]) -> Iterator[Damage]:
     if not one.copies:
         yield Damage(shard=None, problem="partial: it was never finished", **facts)
         return
+    for rank in _unlike(one):
+        word = "its copies are of different saves: files were moved, or two trainings wrote them"
+        yield Damage(shard=rank, problem=word, **facts)
     for rank in sorted(set(one.missing) - {c.rank for c in one.copies}):
         yield Damage(shard=rank, problem="the shard is missing", **facts)
     if one.whole:
@@ -126,6 +130,16 @@ def _check(one: Checkpoint, advance: Callable[[int], None]) -> Iterator[Damage]:
             yield Damage(
                 checkpoint=one.id.folder, shard=None, where=place.label, problem=f"files: {wrong}"
             )
+
+
+def _unlike(one: Checkpoint) -> list[int]:
+    """Shards whose copies are each sound, and not the same."""
+    kinds: dict[int, set[object]] = {}
+    for copy in one.copies:
+        if (record := copy.record) is not None:
+            mark = (record.identity, record.created, record.digests)
+            kinds.setdefault(copy.rank, set()).add(mark)
+    return sorted(rank for rank, found in kinds.items() if len(found) > 1)
 
 
 def _show(chosen: Sequence[Checkpoint], damages: Sequence[Damage], total: int) -> None:

@@ -1,0 +1,90 @@
+"""Ranks restore the same checkpoint or none, and never wait for one that went another way."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sapwood
+from sapwood.errors import CheckpointError
+from sapwood.testing import ranks
+from sapwood.testing.ranks import rank
+from tests.checkpoint.test_restore import LOCAL, flip, own_node, shard_file, train
+from tests.checkpoint.training import Training, same
+
+State = dict[str, torch.Tensor]
+OPTIONS: dict[str, Any] = {"engine": "sync", "keep": None}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[State]]]:
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, ranks.spawn(train, 3, folder, LOCAL, env=own_node)
+
+
+def restore(folder: Path) -> tuple[int, State, tuple[str, ...], float]:
+    training = Training(folder, timeout=20)
+    with sapwood.Checkpointer(training.run, folder / "ckpts", tiers=LOCAL, **OPTIONS) as c:
+        begin = time.monotonic()
+        loaded = c.restore_latest()
+        seconds = time.monotonic() - begin
+        assert loaded is not None
+    state = training.state()
+    training.close()
+    return loaded.step, state, loaded.skipped, seconds
+
+
+@pytest.mark.parametrize("suffix", ["bin", "json"])
+def test_a_damaged_shard_that_is_not_the_last(
+    trained: tuple[Path, list[list[State]]], tmp_path: Path, suffix: str
+) -> None:
+    folder, states = trained
+    shutil.copytree(folder / "ckpts", tmp_path / "ckpts")
+    flip(shard_file(tmp_path, 0, 4, suffix))
+    flip(shard_file(tmp_path, 1, 4, "bin"))  # two ranks find something, each something else
+    found = ranks.spawn(restore, 3, tmp_path, env=own_node)
+    for number, (step, state, skipped, seconds) in enumerate(found):
+        assert step == 2
+        assert same(state, states[number][1])
+        assert any("00000004" in note for note in skipped)
+        assert seconds < 10
+
+
+class Fussy:
+    """Takes its state on rank 0 only."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"rank": rank()}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        if state_dict["rank"]:
+            raise ValueError("not on this rank")
+
+
+def refuse(folder: Path) -> tuple[str, bool, int]:
+    training = Training(folder, timeout=20)
+    fussy = Fussy()
+    with sapwood.Checkpointer(training.run, folder / "ckpts", own={"fussy": fussy}, **OPTIONS) as c:
+        training.steps(2)
+        c.save()
+        training.steps(4)
+        weights = {n: t.detach().clone() for n, t in training.run.tensors().items()}
+        with pytest.raises(CheckpointError) as error:
+            c.restore_latest()
+        unchanged = same(weights, dict(training.run.tensors()))
+    step = training.run.step_count
+    training.close()
+    return str(error.value), unchanged, step
+
+
+def test_what_one_rank_refuses_no_rank_takes(tmp_path: Path) -> None:
+    found = ranks.spawn(refuse, 2, tmp_path)
+    assert "rank 1 cannot take" in found[0][0]
+    assert "not on this rank" in found[0][0]
+    assert "fussy did not take its saved state" in found[1][0]
+    assert [rest for _, *rest in found] == [[True, 4], [True, 4]]
