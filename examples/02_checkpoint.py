@@ -60,7 +60,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 
-    # Left away when not given: time_limit=None would switch off what SAPWOOD_TIME_LIMIT says.
+    # Left away when not given: time_limit=None would switch off what SAPWOOD_RUN_TIME_LIMIT says.
     limit = {"time_limit": options.time_limit} if options.time_limit else {}
     with sapwood.Run(model, optimizer, schedulers=[scheduler], **limit) as run:
         samples = Samples(128, run.rank)

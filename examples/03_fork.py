@@ -68,7 +68,8 @@ def main() -> None:
                 print(f"{run.id}: step {run.step_count:5d}  loss {loss.item():.4f}  lr {rate:g}")
         if run.rank == 0:
             for fork in run.forks:
-                how = "went its own way" if fork.done else f"failed: {fork.failure}"
+                late = "was sent, and has not begun" if fork.sent else "was not sent"
+                how = "went its own way" if fork.done else fork.failure or late
                 print(f"{run.id}: the fork of step {fork.step} {how}")
 
 

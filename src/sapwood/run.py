@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import time
@@ -33,7 +32,13 @@ from sapwood.runtime.facts import final_status, run_facts
 from sapwood.runtime.folder import RunFolder, new_run_id
 from sapwood.runtime.group import Group
 from sapwood.runtime.handle import run_state
-from sapwood.runtime.settings import UNSET, Resolved, resolve, warn_of_unknown_variables
+from sapwood.runtime.settings import (
+    UNSET,
+    Resolved,
+    check_variables,
+    resolve,
+    warn_of_unknown_variables,
+)
 from sapwood.runtime.stopped import Stopped
 from sapwood.runtime.stopping import Stopping, StopSettings, check_time_left
 from sapwood.state.extras import Stateful
@@ -80,6 +85,13 @@ class RunSettings(StopSettings):
     """Write spans and counters of every rank to ``<run>/trace``."""
 
 
+SETTINGS: dict[str, type] = {
+    "run": RunSettings,
+    "sync": SyncSettings,
+    "checkpoint": CheckpointSettings,
+    "clone": CloneSettings,
+}
+"""The settings class of each section of ``sapwood.toml``."""
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
 """All Runs of this process that are not closed."""
 
@@ -100,7 +112,7 @@ class Run:
         stop_timeout: how long a stop waits for its checkpoint (default "60s").
         stop_signals: which signals ask for a stop (default SIGTERM and SIGUSR1; None for none).
         settings: any field of ``SyncSettings``: engine, update, clip_grad_norm, fused, bucket_mb,
-            timeout, ... Each can also come from ``SAPWOOD_<NAME>`` or ``[sync]`` in sapwood.toml.
+            timeout, ... Each can also come from ``SAPWOOD_SYNC_<NAME>``, or ``[sync]`` in the file.
 
     Attributes:
         model: what to call in the training loop.
@@ -130,6 +142,7 @@ class Run:
         """Join the group, check that all ranks hold the same, and install the engine."""
         stops = {"time_limit": time_limit, "stop_timeout": stop_timeout}
         given = {"folder": folder, "trace": trace, "stop_signals": stop_signals, **stops}
+        check_variables(SETTINGS)
         places = resolve(RunSettings, "run", given)
         check_time_left(places.value)
         beside = ("schedulers", "scaler", "id", *given)
@@ -151,9 +164,7 @@ class Run:
         self.trace: tracing.Tracer = tracing.OFF
         self.group = Group.join(check_model(model), timeout=sync.value.timeout)
         if self.group.rank == 0:
-            warn_of_unknown_variables(
-                (RunSettings, SyncSettings, CheckpointSettings, CloneSettings)
-            )
+            warn_of_unknown_variables(SETTINGS)
         try:
             # In the group, so that the other ranks hear of a refusal and need not wait for it.
             check_kinds(model, optimizer)
@@ -217,8 +228,7 @@ class Run:
                 "averaging": averaging.averager.name,
                 "averaging_reason": averaging.reason,
             }
-            lineage = _lineage(self.forked_from)
-            self._place.create(run_facts(group, (places, sync), layout, lineage))
+            self._place.create(run_facts(group, (places, sync), layout, self.forked_from))
             self._folder_made = True
             self._place.status("running", 0)
         group.share_text("run folder", "made")
@@ -395,7 +405,7 @@ class Run:
             after_step: names of what the loop changes after ``run.step()``; by default schedulers
                 of this optimizer and whatever holds a copy of the weights.
             settings: any field of ``CloneSettings``: approach, transport, patience, late, ...
-                Each can also come from ``SAPWOOD_<NAME>`` or ``[clone]`` in sapwood.toml.
+                Each can also come from ``SAPWOOD_CLONE_<NAME>`` or ``[clone]`` in sapwood.toml.
         """
         self._check_open()
         if self._donor is not None:
@@ -576,13 +586,6 @@ def _give_rank0_values(group: Group, model: nn.Module) -> None:
     for tensor, value in zip(tensors, sent, strict=True):
         if tensor is not value:
             tensor.copy_(value)
-
-
-def _lineage(parent: ForkedFrom | None) -> dict[str, Any]:
-    if parent is None:
-        return {}
-    overrides = {path: json.dumps(value) for path, value in parent.overrides.items()}
-    return {"parent": parent.run, "parent_step": parent.step, "overrides": overrides}
 
 
 def _last_whole_step(run: Run | None) -> int | None:

@@ -14,7 +14,7 @@ from sapwood.testing import ranks
 from sapwood.testing.ranks import rank
 from tests.checkpoint.training import Training
 
-ENV = {"SAPWOOD_LINGER": "0.2"}
+ENV = {"SAPWOOD_CHECKPOINT_LINGER": "0.2"}
 
 
 def checkpointer(training: Training, folder: Path, **options: Any) -> sapwood.Checkpointer:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from sapwood.checkpoint.auto import ModeChoice, StepClock
+from sapwood.checkpoint.auto import ModeChoice, Pace, StepClock
+from sapwood.checkpoint.settings import CheckpointSettings
 
 
 def test_the_cost_is_the_step_and_the_next_beyond_the_usual() -> None:
@@ -58,3 +61,31 @@ def test_expensive_checkpoints_become_rarer() -> None:
     assert choice.interval(None, 0.02) == 1
     choice.note("unknown", 100.0)
     assert choice.interval(1.0, 0.5) == 1
+
+
+def expensive(**settings: Any) -> Pace:
+    """Checkpoints that cost half a step of one second each."""
+    pace = Pace(CheckpointSettings(**settings))
+    for now in (0.0, 1.0, 2.0):
+        pace._clock.ended(now, saved=False)
+    pace.choice.note("lazy", 0.5)
+    return pace
+
+
+@pytest.mark.parametrize("every", [5, "5s"])
+def test_rarer_checkpoints_are_said_once_and_can_be_forbidden(every: int | str, caplog) -> None:
+    pace = expensive(every=every)
+    assert [pace.interval() for _ in range(3)] == [25] * 3
+    (record,) = caplog.records
+    assert "are taken less often, at present 25 steps apart" in record.getMessage()
+    assert "stretch=False forbids it" in record.getMessage()
+    caplog.clear()
+    insisting = expensive(every=every, stretch=False)
+    assert insisting.mode in ("lazy", "backward")  # how is still measured
+    assert insisting.interval() == 1
+    assert not caplog.records
+
+
+def test_checkpoints_that_are_cheap_enough_are_not_spoken_of(caplog) -> None:
+    assert expensive(every=50).interval() == 25
+    assert not caplog.records

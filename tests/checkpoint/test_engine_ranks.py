@@ -164,7 +164,7 @@ def fail_at(folder: Path, step: int, first: str) -> str:
 
 @pytest.mark.parametrize("first", ["run", "checkpointer"])
 def test_a_failed_group_closes_and_keeps_its_checkpoints(tmp_path: Path, first: str) -> None:
-    env = {"SAPWOOD_LINGER": "0.2"}
+    env = {"SAPWOOD_CHECKPOINT_LINGER": "0.2"}
     outcomes = ranks.spawn(fail_at, 2, tmp_path, 3, first, env=env, expect_errors=True)
     assert outcomes[0].value == "PeerFailed"
     assert outcomes[1].exit_code == 3
@@ -181,7 +181,7 @@ def never_close(folder: Path) -> int:
 
 
 def test_a_process_that_never_closes_loses_nothing(tmp_path: Path) -> None:
-    env = {"SAPWOOD_LINGER": "0.2"}
+    env = {"SAPWOOD_CHECKPOINT_LINGER": "0.2"}
     engine = ranks.spawn(never_close, 2, tmp_path, env=env)[0]
     see_end(engine)
     assert [step for step, *_ in ranks.spawn(go_on, 2, tmp_path)] == [3, 3]

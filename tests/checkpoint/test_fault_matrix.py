@@ -43,7 +43,7 @@ from tests.checkpoint.training import Training, same
 Tell = Callable[[str], None]
 Operation = tuple[str, str, int]
 """What it does, to which path below the run's folder, and for the how-manieth time."""
-ENV = {"SAPWOOD_NODE": "n0", "SAPWOOD_LINGER": "0.2"}
+ENV = {"SAPWOOD_NODE": "n0", "SAPWOOD_CHECKPOINT_LINGER": "0.2"}
 AT_ONCE = 2
 GO_ON_EVERY = 4
 """After every n-th death of an engine its training lives on; after the others it dies too."""

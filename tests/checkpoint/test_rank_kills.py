@@ -27,7 +27,7 @@ from tests.checkpoint.killing import (
 )
 from tests.checkpoint.training import Training
 
-ENV = {"SAPWOOD_NODE": "n0", "SAPWOOD_LINGER": "5"}
+ENV = {"SAPWOOD_NODE": "n0", "SAPWOOD_CHECKPOINT_LINGER": "5"}
 WORLD = 2
 ALL = (0, 1)
 

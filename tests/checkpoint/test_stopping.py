@@ -420,9 +420,9 @@ def test_the_environment_may_say_steps_or_time(monkeypatch: pytest.MonkeyPatch) 
     from sapwood.checkpoint.settings import CheckpointSettings
     from sapwood.runtime.settings import resolve
 
-    monkeypatch.setenv("SAPWOOD_EVERY", "50")
+    monkeypatch.setenv("SAPWOOD_CHECKPOINT_EVERY", "50")
     assert resolve(CheckpointSettings, "checkpoint", {}).value.steps == 50
-    monkeypatch.setenv("SAPWOOD_EVERY", "10min")
+    monkeypatch.setenv("SAPWOOD_CHECKPOINT_EVERY", "10min")
     assert resolve(CheckpointSettings, "checkpoint", {}).value.seconds == 600
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from sapwood.cli import words
 from sapwood.cli.main import main
 from sapwood.data import list_databases
 from tests.cli.helpers import sapwood, start, wait_for
@@ -118,3 +121,38 @@ def test_verify_looks_at_every_database_of_a_file(tmp_path: Path, capsys) -> Non
     assert caught.out.count("as it should be") == 1  # that of the main one
     assert f"page {root}: expected its own number" in caught.err
     assert main(["data", "verify", str(path), "--name", "labels"]) == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def convert_and_bench(tmp_path: Path) -> None:
+    images(tmp_path / "in", {"a": 20, "b": 20})
+    assert main(["data", "convert", "in", "a.mdb"]) == 0
+    assert main(["data", "bench", "a.mdb", "--seconds", "0.03"]) == 0
+
+
+def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch) -> None:
+    shown = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", shown)
+    convert_and_bench(tmp_path)
+    for what in ("converting", "checking", "reading warm"):
+        assert what in shown.getvalue()
+
+
+def test_a_log_shows_how_far_it_is_now_and_then(tmp_path: Path, monkeypatch, capsys) -> None:
+    convert_and_bench(tmp_path)
+    assert capsys.readouterr().err == ""  # it was quick
+    (tmp_path / "a.mdb").unlink()
+    monkeypatch.setattr(words, "_LINE_EVERY", 0.0)
+    (tmp_path / "in").rename(tmp_path / "old")
+    convert_and_bench(tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    done = [line for line in lines if line.startswith("sapwood: converting: ")]
+    assert len(done) == 40
+    assert re.fullmatch(r"sapwood: converting: 100%, (.+B) of \1", done[-1])
+    assert any(line.startswith("sapwood: reading warm: ") for line in lines)
+    assert all(line.endswith("%") for line in lines if "reading" in line)

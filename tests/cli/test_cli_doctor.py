@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ from sapwood.cli.checks import machine, software
 from sapwood.cli.checks.base import Check, note, ok, problem
 from sapwood.cli.main import main
 from sapwood.cli.verbs import doctor as verb
+from sapwood.runtime.launch import check_system
 from tests.cli.helpers import sapwood
 
 HERE = Path("runs")
+ROOT = Path(__file__).parents[2]
 
 
 def open_files() -> set[str]:
@@ -123,4 +127,26 @@ def test_missing_extras_come_with_the_command(monkeypatch):
     monkeypatch.setattr(software, "_installed", lambda package: package in ("cyclopts", "rich"))
     check = software.extras(HERE)
     assert check.state == "note"
-    assert check.remedy == "pip install 'sapwood[report,mpi]' for the rest"
+    assert check.found == "installed: cli"
+    missing = "checkpoint,compression,parity,s3,data,report,mpi,mooncake"
+    assert check.remedy == f"pip install 'sapwood[{missing}]' for the rest"
+
+
+def test_every_extra_is_looked_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    offered = project["optional-dependencies"]
+    named = {
+        extra: tuple(re.split(r"[<>=]", one)[0] for one in packages)
+        for extra, packages in offered.items()
+        if extra not in ("docs", "bench", "dev")  # of those who work on Sapwood itself
+    }
+    assert named == software._EXTRAS
+
+
+def test_other_systems_are_a_problem(monkeypatch):
+    assert software.system(HERE).state == "ok"
+    monkeypatch.setattr(software, "check_system", lambda: check_system("darwin"))
+    check = software.system(HERE)
+    assert check.state == "problem"
+    assert check.remedy
+    assert "Linux only, and this is darwin" in check.remedy

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from sapwood.cli.folders import RunInfo, list_runs
+from sapwood.cli.main import main
+from sapwood.cli.verbs import fork as fork_verb
+from sapwood.clone.manifest import APPROACHES
+from sapwood.clone.order import ENV, ForkOrder, read_order
+from sapwood.clone.settings import CloneSettings
 from tests.cli.helpers import environment, sapwood
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -73,13 +80,14 @@ def test_a_running_example_is_forked_with_changes(tmp_path: Path) -> None:
         assert still.state == "running"
 
 
-def test_one_fork_for_each_value(tmp_path: Path) -> None:
+def test_one_fork_for_each_value_and_a_control_all_from_one_step(tmp_path: Path) -> None:
     with running(tmp_path) as parent:
         done = sapwood(
             "fork",
             parent.id[:8],
             "--vary",
             "optimizer.lr=[0.5,0.25]",
+            "--control",
             "--",
             FORK,
             "--steps",
@@ -90,27 +98,188 @@ def test_one_fork_for_each_value(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         rates = {line.split()[-1] for line in done.stdout.splitlines() if " lr " in line}
-        assert rates == {"0.5", "0.25"}
+        assert rates == {"0.5", "0.25", "0.001"}
+        forks = [run for run in list_runs(tmp_path / "runs") if run.parent == parent.id]
+        assert len({run.parent_step for run in forks}) == 1
+        changes = sorted(str(dict(run.overrides)) for run in forks)
+        assert changes == ["{'optimizer.lr': 0.25}", "{'optimizer.lr': 0.5}", "{}"]
+        # Each says once which run it is, of what, and with which changes.
+        told = [line for line in done.stderr.splitlines() if line.startswith("sapwood: run ")]
+        assert sorted(line.split()[2] for line in told) == sorted(run.id for run in forks)
+        assert sum(line.endswith("with optimizer.lr=0.25") for line in told) == 1
+        assert all(f"forked from {parent.id} after step" in line for line in told)
+
+
+# -- what is refused before anything is started ------------------------------------------------
+
+
+def address_of(folder: Path) -> None:
+    """Make a folder that says its run takes clones, though nobody listens there."""
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(f'id = "{folder.name}"\n')
+    (folder / "token").write_text("0" * 32)
+    place = {"host": "", "port": 1, "node": "", "token_file": str(folder / "token")}
+    (folder / "address").write_text(json.dumps(place))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other launcher has started this process."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+SCRIPT = ["--", "train.py"]
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nothing", "--", FORK], "no run 'nothing'"),
-        (["ended", "--", FORK], "takes no clones"),
-        (["ended"], "there is no script to fork"),
-        (["ended", "--set", "optimizer.lr", "--", FORK], "expected a path and a value"),
-        (["ended", "--vary", "optimizer.lr=3", "--", FORK], "expected a list"),
+        (["nothing", *SCRIPT], "no run 'nothing'"),
+        (["ended", *SCRIPT], "takes no clones"),
+        (["latest", *SCRIPT], "no run in runs can be forked now"),
+        (["a"], "there is no script to fork"),
+        (["a", "--", "-m"], "there is no script to fork"),
+        (["a", "--set", "optimizer.lr", *SCRIPT], "expected a path and a value"),
+        (["a", "--set", "optimizer.lr=oops", *SCRIPT], "optimizer.lr is 'oops', expected a number"),
+        (["a", "--set", "optimizer.lr=-1", *SCRIPT], "is -1, expected a number, 0 or more"),
+        (["a", "--set", "optimizer.lr=NaN", *SCRIPT], "is nan, expected a number"),
+        (["a", "--set", "optimizer.lr=true", *SCRIPT], "is True, expected a number"),
+        (["a", "--set", "optimizer.betas=[1,2]", *SCRIPT], "expected two numbers below 1"),
+        (["a", "--set", "optimizer=3", *SCRIPT], "expected optimizer.NAME"),
+        (["a", "--set", "optimizer.x.lr=3", *SCRIPT], "expected optimizer.NAME"),
+        (["a", "--set", "optimiser.lr=0.1", *SCRIPT], "did you mean optimizer.lr?"),
+        (["a", "--set", "s=1", "--set", "s=2", *SCRIPT], "--set s is given twice"),
+        (["a", "--vary", "optimizer.lr=3", *SCRIPT], "expected a list"),
+        (["a", "--vary", "optimizer.lr=[]", *SCRIPT], "expected a list"),
+        (["a", "--vary", 'optimizer.lr=[1,"x"]', *SCRIPT], "is 'x', expected a number"),
+        (["a", "--vary", "s=[1]", "--set", "s=2", *SCRIPT], "s is in --set and in --vary"),
+        (["a", "--vary", f"s={list(range(20000))}", *SCRIPT], "makes 20000 forks of 1 ranks"),
+        (["a", "-n", "1000000", *SCRIPT], "-n is 1000000, expected at most"),
+        (["a", "--vary", "s=[1,2]", "-n", "0", *SCRIPT], "at least one rank"),
+        (["a", "--control", *SCRIPT], "--control belongs to --vary"),
+        (["a", "--at-step", "0", *SCRIPT], "--at-step is 0, expected 1 or more"),
+        (["a", "--at-step", "9", "--standby", *SCRIPT], "give one of them"),
+        (["a", "--go", *SCRIPT], "takes no script"),
+        (["a", "--go", "--set", "s=1"], "takes no script and no other option"),
     ],
 )
-def test_what_cannot_be_forked(tmp_path: Path, words: list[str], told: str) -> None:
+def test_what_cannot_be_forked_is_one_line(
+    tmp_path: Path, words: list[str], told: str, alone: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     ended = tmp_path / "runs" / "ended"
     ended.mkdir(parents=True)
     (ended / "run.toml").write_text('id = "ended"\n')
-    done = sapwood("fork", *words, tmp_path=tmp_path)
-    assert done.returncode == 1
-    assert told in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    address_of(tmp_path / "runs" / "a")
+    (tmp_path / "train.py").write_text("raise SystemExit('started')")
+    assert main(["fork", *words]) == 1
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["a", "--approach", "x", *SCRIPT], ("deepclone", "lazy", "p2p", "file")),
+        (["a", "--transport", "carrier", *SCRIPT], ("gloo", "memory", "mooncake")),
+        (["a", "--bogus", "3", *SCRIPT], ("--bogus",)),
+        (["a", "--bogus", "train.py"], ("--bogus",)),
+        (["a", "--at-step", "soon", *SCRIPT], ("--at-step",)),
+        (["a", "--at-step", "1.5", *SCRIPT], ("--at-step",)),
+        ([], ("RUN",)),
+    ],
+)
+def test_what_is_not_understood_is_exit_code_two(
+    words: list[str], told: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fork", *words]) == 2
+    error = capsys.readouterr().err
+    assert all(one in error for one in told)
+    assert "Traceback" not in error
+
+
+def test_choices_are_those_of_the_library() -> None:
+    hints = get_type_hints(CloneSettings)
+    assert get_args(fork_verb.Approach) == get_args(hints["approach"]) == APPROACHES
+    assert get_args(fork_verb.Transport) == get_args(hints["transport"])
+
+
+def orders_of(
+    monkeypatch: pytest.MonkeyPatch, *words: str
+) -> list[tuple[tuple[Any, ...], ForkOrder]]:
+    """What ``sapwood fork`` starts, and the order it gives to each."""
+    found: list[tuple[tuple[Any, ...], ForkOrder]] = []
+
+    def start(*args: Any, **options: Any) -> int:
+        order = read_order()
+        assert order is not None
+        found.append(((*args, options), order))
+        return 0
+
+    class Started:
+        returncode = 0
+
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            with monkeypatch.context() as patch:
+                patch.setenv(ENV, env[ENV])
+                start(*command)
+
+        def poll(self) -> int:
+            return 0
+
+        def wait(self, timeout: float) -> int:
+            return 0
+
+    monkeypatch.setattr("sapwood.cli.verbs.run.run", start)
+    monkeypatch.setattr("subprocess.Popen", Started)
+    address_of(Path("runs/a"))
+    assert main(["fork", *words]) == 0
+    return found
+
+
+def test_every_option_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
+    options = ["--approach", "lazy", "--transport", "gloo", "--set", "data.seed=7"]
+    words = ["a", "-n", "2", *options, "--standby", "train.py", "--standby", "-n", "3"]
+    ((started, order),) = orders_of(monkeypatch, *words)
+    assert started == ("train.py", "--standby", "-n", "3", {"ranks": 2})
+    assert (order.approach, order.transport) == ("lazy", "gloo")
+    assert order.overrides == {"data.seed": 7}
+    assert (order.standby, order.at_step, order.together) == (True, None, None)
+
+
+def test_a_step_and_a_module(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
+    ((started, order),) = orders_of(monkeypatch, "a", "--at-step", "500", "-m", "pack.train", "-v")
+    assert started == ("pack.train", "-v", {"ranks": None, "module": True})
+    assert (order.standby, order.at_step) == (False, 500)
+
+
+def test_variants_share_a_name_and_know_how_many_they_are(
+    monkeypatch: pytest.MonkeyPatch, alone: None
+) -> None:
+    words = ["--vary", "optimizer.lr=[0.1,0.2]", "--vary", "seed=[1,2]", "--control"]
+    words += ["--set", "b=3", "--at-step", "900"]
+    found = orders_of(monkeypatch, "a", *words, "-n", "2", "--", "train.py", "--lr", "1")
+    assert [order.overrides for _, order in found] == [
+        {"b": 3},
+        *({"b": 3, "optimizer.lr": rate, "seed": seed} for rate in (0.1, 0.2) for seed in (1, 2)),
+    ]
+    assert {order.at_step for _, order in found} == {900}
+    (together,) = {order.together for _, order in found}
+    assert together is not None
+    assert together[1] == 5
+    for started, _ in found:
+        assert " ".join(started[1:-1]) == "-m sapwood.cli run -n 2 train.py --lr 1"
+
+
+def test_variants_are_not_started_by_a_rank_of_another_launcher(
+    monkeypatch: pytest.MonkeyPatch, alone: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    address_of(Path("runs/a"))
+    assert main(["fork", "a", "--vary", "s=[1,2]", "--", "train.py"]) == 1
+    assert "torchrun made this process a rank" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("approach", ["deepclone", "file"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -12,12 +13,20 @@ from sapwood.cli.main import main
 from sapwood.errors import RunFolderError
 from tests.cli.helpers import environment, sapwood
 
-VERBS = ("run", "runs", "trace", "ckpt", "data", "doctor", "demo")
+VERBS = ("run", "fork", "runs", "trace", "ckpt", "data", "doctor", "completion", "demo")
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], [], ["run", "--help"], ["trace", "--help"], ["ckpt", "--help"]],
+    [
+        ["--help"],
+        [],
+        ["run", "--help"],
+        ["fork", "--help"],
+        ["trace", "--help"],
+        ["ckpt", "--help"],
+        ["completion", "bash"],
+    ],
 )
 def test_help_does_not_import_torch(tmp_path, arguments):
     code = (
@@ -51,12 +60,44 @@ def test_the_help_of_each_verb_teaches_with_examples(verb, capsys):
     assert "--help" in text or len(text.splitlines()) > 12
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_verbs_options_and_choices(shell, capsys):
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    for word in (*VERBS, "prune", "--restarts", "--at-step", "deepclone", "mooncake"):
+        assert word.lstrip("-") in text
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=60)
+
+
+def test_bash_completes_what_was_begun(tmp_path, capsys):
+    if shutil.which("bash") is None:
+        pytest.skip("there is no bash here")
+    assert main(["completion", "bash"]) == 0
+    asked = """
+        COMP_WORDS=(sapwood fork x --approach d) COMP_CWORD=4 COMP_LINE="${COMP_WORDS[*]}"
+        _sapwood; echo "${COMPREPLY[@]}"
+        COMP_WORDS=(sapwood comp) COMP_CWORD=1 COMP_LINE="${COMP_WORDS[*]}"
+        _sapwood; echo "${COMPREPLY[@]}"
+    """
+    done = subprocess.run(
+        ["bash", "-c", capsys.readouterr().out + asked],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == ["deepclone", "completion"], done.stderr
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == __version__
 
 
-@pytest.mark.parametrize("arguments", [["bogus"], ["trace"], ["runs", "--bogus"], ["run"]])
+@pytest.mark.parametrize(
+    "arguments", [["bogus"], ["trace"], ["runs", "--bogus"], ["run"], ["completion", "csh"]]
+)
 def test_misuse_is_exit_code_two(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import inspect
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -15,7 +16,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from sapwood.cli.failures import SentSignals, report
 from sapwood.cli.launch import KEEP_FREED_MEMORY
+from sapwood.cli.main import main
 from sapwood.cli.rank import TRACEBACK
+from sapwood.cli.script import _StartedHandler
+from sapwood.cli.splitting import options_of, protect_script
+from sapwood.cli.verbs import fork as fork_verb
 from sapwood.cli.verbs import run as run_verb
 from tests.cli.helpers import DEADLINE, alive, environment, pids_in, sapwood, start, wait_for
 
@@ -220,18 +225,90 @@ def test_killing_the_launcher_ends_its_ranks(sleepers, tmp_path):
     wait_for(lambda: not any(map(alive, ranks)), "the ranks to end")
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other launcher has started this process."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("missing.py",), "there is no script 'missing.py' here"),
-        (("-n", "0", __file__), "a run needs at least one rank"),
+        (("-n", "0", "x.py"), "a run needs at least one rank"),
+        (("-n", "1000000", "x.py"), "-n is 1000000, expected at most "),
+        (("--restarts", "-1", "x.py"), "--restarts is -1, expected 0 or more"),
+        (("--grace", "-1", "x.py"), "--grace is -1, expected seconds, 0 or more"),
+        (
+            ("--logs", "x.py/logs", "x.py"),
+            "--logs x.py/logs: cannot make a folder there: Not",
+        ),
+        (("--logs", "x.py", "x.py"), "--logs x.py: cannot make a folder there: File exists"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_one(tmp_path, arguments, message):
-    done = sapwood("run", *arguments, tmp_path=tmp_path)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_mistakes_are_one_line_and_exit_code_one(tmp_path, arguments, message, alone, capsys):
+    script(tmp_path, "raise SystemExit('started')", "x.py")
+    assert main(["run", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_no_place_for_temporary_files_is_one_line(tmp_path, alone, monkeypatch, capsys):
+    name = script(tmp_path, "raise SystemExit('started')")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    assert main(["run", name]) == 1
+    error = capsys.readouterr().err
+    assert "cannot make a temporary folder: No such file or directory; set TMPDIR" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--restart", "3", "x.py"),
+        ("--bogus", "x.py"),
+        ("--bogus=1", "x.py"),
+        ("-n", "2", "-x", "x.py"),
+        ("-n", "two", "x.py"),
+        ("-n", "1.5", "x.py"),
+        ("--restarts", "1.5", "x.py"),
+    ],
+)
+def test_an_option_that_is_not_ours_is_not_taken_for_the_script(tmp_path, arguments, alone, capsys):
+    script(tmp_path, "raise SystemExit('started')", "x.py")
+    assert main(["run", *arguments]) == 2
+    error = capsys.readouterr().err
+    named = next(one for one in arguments if one not in ("-n", "2")).partition("=")[0]
+    assert (named if named.startswith("-") else "-n") in error
+    assert "Traceback" not in error
+    assert "no script" not in error
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--restarts", "2"), ("--logs", "logs"), ("--prefix",), ("--grace", "0")]
+)
+def test_what_only_the_launcher_of_the_ranks_can_do_is_refused_in_a_rank(
+    tmp_path, arguments, monkeypatch, capsys
+):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["run", *arguments, script(tmp_path, "print('started')")]) == 1
+    told = capsys.readouterr()
+    assert f"{arguments[0]} is for ranks that `sapwood run` starts itself" in told.err
+    assert told.out == ""
+
+
+def test_the_run_that_begins_is_shown_unless_the_script_shows_its_log(monkeypatch, capsys):
+    shown = _StartedHandler()
+    record = logging.LogRecord("x", logging.INFO, "", 0, "run %s in %s", ("a", "runs/a"), None)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    shown.emit(record)
+    assert capsys.readouterr().err == "sapwood: run a in runs/a\n"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
+    shown.emit(record)
+    assert capsys.readouterr().err == ""
 
 
 JOINED = """
@@ -290,13 +367,13 @@ def test_an_error_of_a_joined_script_is_shown_as_python_shows_it(tmp_path):
     assert "sapwood/cli" not in done.stderr
 
 
-def test_every_option_with_a_value_is_known_to_the_splitter():
-    names = set()
-    for parameter in inspect.signature(run_verb.run, eval_str=True).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not False:
-            given = getattr(parameter.annotation, "__metadata__", ())
-            names |= set(given[0].name) if given else {f"--{parameter.name}"}
-    assert names == set(run_verb.VALUED)
+def test_every_option_is_known_to_the_splitter():
+    names = {"-n", "--ranks", "--restarts", "--logs", "--grace"}
+    flags = {"-m", "--module", "--prefix", "--help", "-h", "--version"}
+    expected = dict.fromkeys(names, True) | dict.fromkeys(flags, False)
+    assert options_of(run_verb.run) == expected
+    assert options_of(fork_verb.fork)["--at-step"]
+    assert not options_of(fork_verb.fork)["--standby"]
 
 
 @pytest.mark.parametrize(
@@ -304,11 +381,28 @@ def test_every_option_with_a_value_is_known_to_the_splitter():
     [
         ("run a.py --x", "run -- a.py --x"),
         ("run -n 2 --prefix a.py -n 3", "run -n 2 --prefix -- a.py -n 3"),
+        ("run -n2 a.py -n 3", "run -n2 -- a.py -n 3"),
         ("run --ranks=2 -m pack.mod -v", "run --ranks=2 -m -- pack.mod -v"),
         ("run -- a.py", "run -- a.py"),
         ("run --help", "run --help"),
+        ("run --bogus a.py", "run --bogus a.py"),
         ("run", "run"),
     ],
 )
 def test_the_script_is_found_behind_our_options(tokens, expected):
-    assert run_verb.protect_script(tokens.split()) == expected.split()
+    assert protect_script(tokens.split(), run_verb.run) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ("fork r a.py --set x=1", "fork r -- a.py --set x=1"),
+        ("fork r --set x=1 -n 2 a.py -n 3", "fork r --set x=1 -n 2 -- a.py -n 3"),
+        ("fork --set x=1 r --standby -m p.q -v", "fork --set x=1 r --standby -- -m p.q -v"),
+        ("fork r -- a.py", "fork r -- a.py"),
+        ("fork r --go", "fork r --go"),
+        ("fork r --bogus a.py", "fork r --bogus a.py"),
+    ],
+)
+def test_the_script_of_a_fork_is_found_behind_the_run(tokens, expected):
+    assert protect_script(tokens.split(), fork_verb.fork, words_before=1) == expected.split()

@@ -6,10 +6,13 @@ import platform
 from pathlib import Path
 
 import pytest
+import torch
 
-from sapwood.cli.folders import as_tree, find_run, list_runs
+import sapwood
+from sapwood.cli.folders import CLONES, TRACE, as_tree, find_run, list_runs
 from sapwood.cli.main import main
-from sapwood.errors import RunFolderError
+from sapwood.errors import PeerFailed, RunFolderError
+from sapwood.runtime.facts import final_status
 
 
 def started(pid: int) -> int:
@@ -27,6 +30,7 @@ def make_run(
     pid: int | None = None,
     ticks: int | None = None,
     error: str | None = None,
+    overrides: dict[str, object] | None = None,
 ) -> Path:
     folder = root / run_id
     folder.mkdir(parents=True)
@@ -34,6 +38,9 @@ def make_run(
     lines = [f'id = "{run_id}"', f'created = "{created}"', "world = 2"]
     if parent:
         lines += [f'parent = "{parent}"', "parent_step = 40"]
+    if overrides:
+        made = {path: json.dumps(value) for path, value in overrides.items()}
+        lines += ["[overrides]", *(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in made.items())]
     lines += ["[host]", f'name = "{host or platform.node()}"', f"pid = {pid}"]
     lines.append(f"started = {started(os.getpid()) if ticks is None else ticks}")
     (folder / "run.toml").write_text("\n".join(lines))
@@ -53,6 +60,7 @@ def test_states_are_told_apart(tmp_path):
     make_run(tmp_path, "elsewhere", state="running", host="another-host", pid=2**22 + 1)
     make_run(tmp_path, "done")
     make_run(tmp_path, "broken", state="failed", error="ValueError: x")
+    make_run(tmp_path, "interrupted", state="interrupted")
     assert states(tmp_path) == {
         "here": "running",
         "gone": "died",
@@ -60,6 +68,7 @@ def test_states_are_told_apart(tmp_path):
         "elsewhere": "running",
         "done": "ended",
         "broken": "failed",
+        "interrupted": "interrupted",
     }
 
 
@@ -126,6 +135,36 @@ def test_json_for_programs(tmp_path, capsys):
     assert (run["averaging"], run["averaging_reason"]) == (None, None)
 
 
+def test_what_was_changed_in_a_fork_is_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    make_run(tmp_path, "a", created="2026-11-16T00:00:00+00:00")
+    changes = {"optimizer.lr": 0.01, "data.mix": ["x", {"y": None}]}
+    made = {"created": "2026-11-16T01:00:00+00:00", "parent": "a", "overrides": changes}
+    make_run(tmp_path, "b", state="failed", error="ValueError: x", **made)
+    assert main(["runs", str(tmp_path)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1].rstrip()
+    assert line.endswith('optimizer.lr=0.01 data.mix=["x", {"y": null}]; ValueError: x')
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    parent, child = json.loads(capsys.readouterr().out)
+    assert (parent["overrides"], child["overrides"]) == ({}, changes)
+
+
+def test_a_run_that_is_interrupted_says_so(tmp_path, capsys):
+    model = torch.nn.Linear(2, 2)
+    run = sapwood.Run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.model(torch.ones(1, 2)).sum().backward()
+    run.step()
+    with pytest.raises(KeyboardInterrupt), run:
+        raise KeyboardInterrupt
+    assert main(["runs", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"]) == ("interrupted", 1)
+    assert found["detail"] == "by Ctrl-C (SIGINT); what was not saved is lost"
+    peer = PeerFailed("rank 1 failed: KeyboardInterrupt: ", rank=1)
+    assert final_status(3, peer, None)[0] == "interrupted"
+    assert final_status(3, PeerFailed("rank 1 failed: ValueError: x"), None)[0] == "failed"
+
+
 def test_json_tells_how_gradients_are_averaged(tmp_path, capsys):
     made = make_run(tmp_path, "one")
     with (made / "run.toml").open("a") as facts:
@@ -153,6 +192,28 @@ def test_a_run_is_found_by_folder_id_or_beginning(tmp_path, monkeypatch):
         find_run("2026", tmp_path)
     with pytest.raises(RunFolderError, match="`sapwood runs` lists"):
         find_run("2027", tmp_path)
+
+
+def test_the_latest_run_is_the_one_that_began_last(tmp_path):
+    with pytest.raises(RunFolderError, match=r"no run in .* yet"):
+        find_run("latest", tmp_path)
+    first = make_run(tmp_path, "z", state="running", created="2026-11-16T00:00:00+00:00")
+    second = make_run(tmp_path, "y", created="2026-11-16T01:00:00+00:00")
+    same_second = make_run(tmp_path, "x", created="2026-11-16T01:00:00+00:00")
+    os.utime(second / "run.toml", (1, 1))
+    assert find_run("latest", tmp_path) == same_second
+    with pytest.raises(RunFolderError, match=r"has a trace; make it with Run\(trace=True\)"):
+        find_run("latest", tmp_path, need=TRACE)
+    (second / "trace").mkdir()
+    (second / "trace" / "rank-0.jsonl").touch()
+    assert find_run("latest", tmp_path, need=TRACE) == second
+    (same_second / "address").touch()  # left behind: it has ended
+    with pytest.raises(RunFolderError, match="can be forked now"):
+        find_run("latest", tmp_path, need=CLONES)
+    (first / "address").touch()
+    assert find_run("latest", tmp_path, need=CLONES) == first
+    make_run(tmp_path, "latest", created="2020-11-16T00:00:00+00:00")
+    assert find_run("latest", tmp_path).name == "latest"
 
 
 @pytest.mark.parametrize("columns", [None, 100, 60])

@@ -135,6 +135,19 @@ def test_a_signal_to_the_launcher_stops_all_and_restarts_none(tmp_path: Path, nu
     assert len(losses(tmp_path)[0]) == step
 
 
+def test_a_run_that_is_interrupted_did_not_fail(tmp_path: Path) -> None:
+    name = prepare(tmp_path, "wait")
+    launcher = start("run", "-n", "2", "--restarts", "3", name, tmp_path=tmp_path)
+    wait_for(lambda: (tmp_path / "ready").exists() or launcher.poll() is not None, "a step")
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=DEADLINE)
+    assert launcher.returncode == 130, errors
+    (run,) = json.loads(sapwood("runs", "--json", tmp_path=tmp_path).stdout)
+    assert run["state"] == "interrupted", run
+    assert run["detail"].startswith("by Ctrl-C (SIGINT)")
+    assert (tmp_path / "attempts-0").read_text() == "x"
+
+
 def test_a_stop_by_the_time_limit_is_not_started_again(tmp_path: Path) -> None:
     name = prepare(tmp_path, "limit")
     done = sapwood("run", "-n", "2", "--restarts", "3", name, tmp_path=tmp_path)

@@ -24,6 +24,42 @@ def test_a_step_is_drawn_as_text(run, capsys):
     assert "rank 1 main" in text
 
 
+def test_the_latest_run_with_a_trace(run, tmp_path, capsys):
+    facts = 'id = "example"\ncreated = "2026-11-16T00:00:00+00:00"\nworld = 2\n'
+    (tmp_path / "runs" / "example" / "run.toml").write_text(facts)
+    newer = tmp_path / "runs" / "newer"
+    newer.mkdir()
+    (newer / "run.toml").write_text(facts.replace("2026", "2027"))
+    assert main(["trace", "latest"]) == 0
+    assert " of run example" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [50, 80, 120])
+def test_no_line_is_longer_than_the_terminal(run, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["trace", run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    text = " ".join(lines)
+    assert "one column is" in text
+    assert "^ last gradient exists" in text
+    assert "| step ended" in text
+
+
+def test_json_for_programs(run, capsys):
+    assert main(["trace", run, "--step", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["run"] == "example"
+    assert [row["rank"] for row in told["ranks"]] == [0, 1]
+    assert told["ranks"][0]["step_ms"] == 10.0
+    assert told["step"]["step"] == 1
+    forward = next(one for one in told["step"]["records"] if one["name"] == "forward")
+    assert (forward["rank"], forward["lane"], forward["ms"]) == (0, "main", 3.0)
+    assert forward["args"] == {"step": 1}
+    assert sum(one["name"] == "reduce" for one in told["step"]["records"]) == 8
+    assert told["reading"] == []
+
+
 def test_perfetto_and_svg_files(run, tmp_path, capsys):
     assert main(["trace", run, "--perfetto", "out.json", "--svg", "out.svg"]) == 0
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
@@ -70,6 +106,8 @@ def test_a_torn_line_is_mentioned_and_passed_over(run, tmp_path, capsys):
     [
         (["missing"], "`sapwood runs` lists what there is"),
         (["example", "--step", "99"], "it has steps 0 to 2"),
+        (["latest"], "no run in runs has a trace"),
+        (["example", "--json", "--summary"], "leave the other options away"),
         (["example", "--svg", "no/such/folder/x.svg"], "cannot write"),
     ],
 )

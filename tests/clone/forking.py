@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,52 @@ def told_to_stop(run: sapwood.Run, folder: Path) -> bool:
     return run.group.share_text("stop", str((folder / "stop").exists())) == "True"
 
 
-def receive(folder: Path, kind: str = "adamw", *, serve: bool = False) -> dict[str, Any]:
-    """Begin as a fork and go on for a few steps."""
+def donate_in_step(folder: Path, forks: int, last: int) -> dict[str, Any]:
+    """One donor that goes on only when so many forks are asked for, and then ready, or failed."""
+    training = begin(folder, "adamw")
+    run = training.run
+    run.allow_clones()
+    losses, states = {}, {}
+    ranks.mark("open")
+    while run.step_count < last:
+        if run.step_count == 2:
+            until(lambda: len(run.forks) == forks, "forks")
+        if run.step_count == 4:
+            until(lambda: all(f.ready or f.failure for f in run.forks), "clones to be ready")
+        loss = training.step()
+        losses[run.step_count] = loss
+        states[run.step_count] = digest(training.state())
+    until(lambda: all(f.done or f.failure for f in run.forks), "clones to begin")
+    found = [(f.step, f.done, f.failure) for f in run.forks]
+    training.close()
+    return {"losses": losses, "states": states, "forks": found}
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """Poll; a deadline, not a measure of speed."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.005)
+
+
+def receive(
+    folder: Path,
+    kind: str = "adamw",
+    *,
+    serve: bool = False,
+    late: float = 0.0,
+    not_before: Path | None = None,
+) -> dict[str, Any]:
+    """Begin as a fork, ``late`` seconds after the state came or when a file is there; go on."""
     training = begin(folder, kind)
     run = training.run
     parent = run.forked_from
     assert parent is not None
+    ranks.mark("forked")
+    time.sleep(late)
+    if not_before is not None:
+        until(not_before.exists, str(not_before))
     if serve:
         run.allow_clones()
         ranks.mark("open")

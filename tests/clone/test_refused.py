@@ -250,7 +250,7 @@ def test_a_stopped_donor_is_not_waited_for_without_end(tmp_path: Path) -> None:
     with ranks.start(donate, 2, tmp_path, env=environment) as group:
         for rank in range(2):
             group.wait_mark("open", rank=rank, timeout=60)
-        env = order(home_of(tmp_path)) | {"SAPWOOD_STEP_TIMEOUT": "3"}
+        env = order(home_of(tmp_path)) | {"SAPWOOD_CLONE_STEP_TIMEOUT": "3"}
         assert "clone" in failed_with(tmp_path / "clone", 2, env)
         group.kill(1, signal.SIGCONT)
         seen = stop(tmp_path, group)

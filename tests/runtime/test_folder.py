@@ -22,7 +22,14 @@ import pytest
 from hypothesis import given
 
 from sapwood.errors import RunFolderError
-from sapwood.runtime.folder import RunFolder, host_facts, new_run_id, process_start, to_toml
+from sapwood.runtime.folder import (
+    STARTED,
+    RunFolder,
+    host_facts,
+    new_run_id,
+    process_start,
+    to_toml,
+)
 
 
 def read(folder: RunFolder) -> dict[str, Any]:
@@ -55,6 +62,20 @@ def test_the_folder_holds_what_was_told(tmp_path: Path) -> None:
     assert sorted(one.name for one in folder.path.iterdir()) == ["run.toml", "trace"]
 
 
+def test_a_run_says_once_which_it_is_and_where(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger=STARTED):
+        RunFolder(tmp_path, "a").create({"world": 2})
+        changes = {"optimizer.lr": "0.01", "seed": "7"}
+        forked = {"parent": "a", "parent_step": 40, "overrides": changes}
+        RunFolder(tmp_path, "b").create({"world": 2, **forked})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"run a in {tmp_path / 'a'}",
+        f"run b in {tmp_path / 'b'}, forked from a after step 40, with optimizer.lr=0.01 seed=7",
+    ]
+
+
 def test_a_run_that_was_stopped_goes_on_under_its_id(tmp_path: Path) -> None:
     first = RunFolder(tmp_path, "a")
     first.create({"world": 1})
@@ -79,7 +100,7 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(RunFolderError, match=r"cannot write the run folder .*folder=") as caught:
         RunFolder(tmp_path / "runs", "a").create({})
-    assert "SAPWOOD_FOLDER" in str(caught.value)
+    assert "SAPWOOD_RUN_FOLDER" in str(caught.value)
 
 
 @pytest.fixture

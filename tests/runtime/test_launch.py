@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from sapwood.errors import LaunchError
-from sapwood.runtime.launch import Launch, detect, first_host
+from sapwood.runtime.launch import Launch, check_system, detect, first_host
 
 TORCHRUN = {
     "RANK": "3",
@@ -223,3 +223,9 @@ def ranged(draw: st.DrawFn) -> tuple[str, str]:
 @given(st.lists(PLAIN | ranged(), min_size=1, max_size=4))
 def test_first_host_is_the_first_of_the_expansion(entries: list[tuple[str, str]]) -> None:
     assert first_host(",".join(text for text, _ in entries)) == entries[0][1]
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_are_refused(system: str) -> None:
+    with pytest.raises(LaunchError, match=f"Linux only, and this is {system}"):
+        check_system(system)

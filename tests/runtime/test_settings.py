@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy
 import pytest
+import torch
 
+import sapwood
+from sapwood import run
 from sapwood.errors import ConfigError
 from sapwood.runtime import settings
 from sapwood.runtime.settings import UNSET, resolve
@@ -42,12 +45,12 @@ def test_the_nearest_source_wins_and_is_remembered(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write_text('[engine]\nrate = 2\ncount = 4\nmode = "fast"\n[clone]\nx = 1\n')
-    monkeypatch.setenv("SAPWOOD_RATE", "3.5")
-    monkeypatch.setenv("SAPWOOD_COUNT", "5")
+    monkeypatch.setenv("SAPWOOD_ENGINE_RATE", "3.5")
+    monkeypatch.setenv("SAPWOOD_ENGINE_COUNT", "5")
     resolved = resolve(Engine, "engine", {"rate": 4.5, "count": UNSET})
     assert resolved.value == Engine(rate=4.5, count=5, mode="fast")
     assert resolved.origins["rate"] == "argument"
-    assert resolved.origins["count"] == "environment SAPWOOD_COUNT"
+    assert resolved.origins["count"] == "environment SAPWOOD_ENGINE_COUNT"
     assert resolved.origins["mode"] == "file sapwood.toml"
     assert resolved.origins["loud"] == "default"
     assert resolved.origins.keys() == set(Engine.__slots__)  # type: ignore[attr-defined]
@@ -85,7 +88,7 @@ def test_the_file_can_be_named(file: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_the_environment_is_read_by_the_type_asked_for(
     file: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, expected: Any
 ) -> None:
-    monkeypatch.setenv(f"SAPWOOD_{name.upper()}", text)
+    monkeypatch.setenv(f"SAPWOOD_ENGINE_{name.upper()}", text)
     found = value(name)
     assert found == expected
     assert type(found) is type(expected)
@@ -107,8 +110,8 @@ def test_the_environment_is_read_by_the_type_asked_for(
 def test_the_environment_is_named_when_it_is_wrong(
     file: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, wanted: str
 ) -> None:
-    monkeypatch.setenv(f"SAPWOOD_{name.upper()}", text)
-    message = f"SAPWOOD_{name.upper()} is {text!r}, expected {wanted}"
+    monkeypatch.setenv(f"SAPWOOD_ENGINE_{name.upper()}", text)
+    message = f"SAPWOOD_ENGINE_{name.upper()} is {text!r}, expected {wanted}"
     with pytest.raises(ConfigError, match=re.escape(message)):
         value(name)
 
@@ -189,14 +192,99 @@ def test_unknown_sections_are_refused(file: Path) -> None:
 
 
 def test_unknown_variables_are_warned_of_once(monkeypatch, caplog) -> None:
-    monkeypatch.setenv("SAPWOOD_RATEE", "3")
-    monkeypatch.setenv("SAPWOOD_RATE", "3")
+    monkeypatch.setenv("SAPWOOD_ENGINE_RATEE", "3")
+    monkeypatch.setenv("SAPWOOD_ENGINE_RATE", "3")
     monkeypatch.setattr(settings, "_warned", set())
     for _ in range(2):
-        settings.warn_of_unknown_variables([Engine])
+        settings.warn_of_unknown_variables({"engine": Engine})
     (record,) = [r for r in caplog.records if "RATE" in r.getMessage()]
-    assert "SAPWOOD_RATEE is set" in record.getMessage()
-    assert "did you mean 'SAPWOOD_RATE'?" in record.getMessage()
+    assert "SAPWOOD_ENGINE_RATEE is set" in record.getMessage()
+    assert "did you mean 'SAPWOOD_ENGINE_RATE'?" in record.getMessage()
+
+
+# -- one variable, one setting ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Other:
+    rate: float = 7.0
+    host: str = ""
+
+
+def test_a_variable_changes_the_setting_of_one_section_only(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAPWOOD_ENGINE_RATE", "2")
+    assert resolve(Engine, "engine", {}).value.rate == 2
+    assert resolve(Other, "other", {}).value.rate == 7
+
+
+def test_a_variable_without_a_section_is_refused_with_the_new_name(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAPWOOD_RATE", "2")
+    with pytest.raises(ConfigError, match=r"set SAPWOOD_ENGINE_RATE \(for \[engine\]\) instead"):
+        resolve(Engine, "engine", {})
+    # Also where an argument would have been stronger: whoever set it believes that it works.
+    with pytest.raises(ConfigError, match="unset SAPWOOD_RATE"):
+        resolve(Engine, "engine", {"rate": 3.0})
+    with pytest.raises(ConfigError, match=r"SAPWOOD_ENGINE_RATE .* or SAPWOOD_OTHER_RATE "):
+        settings.check_variables({"engine": Engine, "other": Other})
+
+
+def test_a_variable_that_is_no_setting_may_be_called_like_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAPWOOD_HOST", "10.0.0.1")  # of the machine, for all that needs it
+    assert resolve(Other, "other", {}).value.host == ""
+    monkeypatch.setenv("SAPWOOD_OTHER_HOST", "10.0.0.2")
+    assert resolve(Other, "other", {}).value.host == "10.0.0.2"
+
+
+def test_no_two_settings_share_a_variable() -> None:
+    names = [
+        settings.variable_of(section, field.name)
+        for section, kind in run.SETTINGS.items()
+        for field in fields(kind)
+    ]
+    assert len(set(names)) == len(names)
+    assert not set(names) & settings.VARIABLES
+    # Nor does a setting's variable look like the old name of another one.
+    old = {f"SAPWOOD_{f.name.upper()}" for kind in run.SETTINGS.values() for f in fields(kind)}
+    assert not set(names) & old
+    assert tuple(run.SETTINGS) == settings.SECTIONS
+
+
+@pytest.mark.parametrize(
+    ("old", "told"),
+    [
+        ("SAPWOOD_ENGINE", "SAPWOOD_SYNC_ENGINE .* or SAPWOOD_CHECKPOINT_ENGINE"),
+        ("SAPWOOD_PATIENCE", "SAPWOOD_CHECKPOINT_PATIENCE .* or SAPWOOD_CLONE_PATIENCE"),
+        ("SAPWOOD_FOLDER", "SAPWOOD_RUN_FOLDER"),
+        ("SAPWOOD_EVERY", "SAPWOOD_CHECKPOINT_EVERY"),
+    ],
+)
+def test_a_run_refuses_old_variables_before_it_does_anything(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, told: str
+) -> None:
+    monkeypatch.setenv(old, "ddp")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=told):
+        sapwood.Run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_engine_of_a_run_is_not_the_engine_of_its_checkpoints(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAPWOOD_CHECKPOINT_ENGINE", "sync")
+    monkeypatch.setenv("SAPWOOD_SYNC_ENGINE", "layerwise")
+    model = torch.nn.Linear(2, 2)
+    with (
+        sapwood.Run(model, torch.optim.SGD(model.parameters(), lr=0.1)) as training,
+        sapwood.Checkpointer(training) as ckpt,
+    ):
+        assert ckpt.settings.engine == "sync"
 
 
 def test_every_variable_of_the_source_is_known() -> None:
@@ -204,7 +292,13 @@ def test_every_variable_of_the_source_is_known() -> None:
     found = set()
     for path in source.rglob("*.py"):
         found |= set(re.findall(r"SAPWOOD_[A-Z0-9_]*[A-Z0-9]", path.read_text()))
-    fields = {"SAPWOOD_BUCKET_MB", "SAPWOOD_FOLDER"}  # examples in texts
+    ours = {
+        settings.variable_of(section, field.name)
+        for section, kind in run.SETTINGS.items()
+        for field in fields(kind)
+    }
+    parts = {f"SAPWOOD_{section.upper()}" for section in run.SETTINGS}  # of texts with a <NAME>
+    old = {"SAPWOOD_ENGINE"}  # of a comment that says why it went
     assert {name for name in found if not name.startswith("SAPWOOD_BENCH")} <= (
-        settings.VARIABLES | fields | {"SAPWOOD_TEST"}
+        settings.VARIABLES | ours | parts | old | {"SAPWOOD_TEST"}
     )

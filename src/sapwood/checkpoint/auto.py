@@ -115,17 +115,18 @@ class Pace:
 
     def interval(self) -> int:
         """Steps between checkpoints, at least, that hold the bound on overhead."""
-        if self._settings.mode != "auto":
+        if self._settings.mode != "auto" or not self._settings.stretch:
             return 1
         steps = self.choice.interval(self._clock.usual, self._settings.overhead)
         if steps > self._asked() and self._speaks:
             self._speaks = False
             every = self._settings.every
             log.warning(
-                "checkpoints every %s would cost more than %g %% of the time and are taken "
-                "less often; raise overhead=, or insist with mode='lazy'",
+                "checkpoints every %s would cost more than %g %% of the time (overhead=), so they "
+                "are taken less often, at present %d steps apart or more; stretch=False forbids it",
                 every if isinstance(every, str) else f"{every or 1} steps",
                 self._settings.overhead * 100,
+                steps,
             )
         return steps
 

@@ -69,7 +69,8 @@ class Checkpointer:
         retention: which checkpoints to keep, in place of ``keep``; see ``checkpoint.retention``.
         every: take a checkpoint every so many steps, or by time, such as "10min".
         settings: any field of ``CheckpointSettings``: mode, overhead, engine, keep, ...
-            Each can also come from ``SAPWOOD_<NAME>`` or ``[checkpoint]`` in sapwood.toml.
+            Each can also come from ``SAPWOOD_CHECKPOINT_<NAME>`` or ``[checkpoint]`` in
+            sapwood.toml.
 
     Attributes:
         metrics: numbers saved with every checkpoint, for ``retention.best``; set them as you go.

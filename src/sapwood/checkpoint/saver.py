@@ -412,4 +412,5 @@ def _make_schedule(
 ) -> Schedule | TimedSchedule:
     if settings.seconds is not None:
         return TimedSchedule(run.group, settings.seconds, key)
-    return Schedule(run.group, settings.steps, key, stretches=settings.mode == "auto")
+    stretches = settings.mode == "auto" and settings.stretch
+    return Schedule(run.group, settings.steps, key, stretches=stretches)

@@ -26,6 +26,9 @@ class CheckpointSettings:
     """How bytes are captured; ``auto`` measures and picks."""
     overhead: float = 0.02
     """With ``auto``: the share of the time checkpoints may cost; they become rarer to keep it."""
+    stretch: bool = True
+    """With ``auto``: checkpoints may become rarer than ``every``, which is said once. False: they
+    are taken when they are due, whatever they cost."""
     engine: Literal["node", "sync"] = "node"
     """``node``: a process per node that outlives the ranks. ``sync``: in the rank, blocking."""
     linger: float = 60.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,23 @@ from typing import Any
 from sapwood.errors import RunFolderError
 from sapwood.runtime.folder import process_start
 
-__all__ = ["RunInfo", "as_tree", "find_run", "list_runs", "read_run"]
+__all__ = [
+    "CLONES",
+    "LATEST",
+    "STATES",
+    "TRACE",
+    "Need",
+    "RunInfo",
+    "as_tree",
+    "find_run",
+    "list_runs",
+    "read_run",
+]
+
+LATEST = "latest"
+"""In place of an id: the run that began last."""
+STATES = ("running", "ended", "stopped", "interrupted", "failed", "died", "damaged")
+_WRITTEN = ("running", "ended", "stopped", "interrupted", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +40,8 @@ class RunInfo:
     id: str
     folder: Path
     state: str
-    """running, ended, stopped (when asked to), failed, died (its process is gone), or damaged."""
+    """running, ended, stopped (when asked to), interrupted (by Ctrl-C), failed, died (its process
+    is gone), or damaged."""
     detail: str | None = None
     """The error of a failed run, who stopped one, or what is wrong with a damaged folder."""
     ranks: int | None = None
@@ -32,6 +49,8 @@ class RunInfo:
     created: datetime | None = None
     parent: str | None = None
     parent_step: int | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """What was changed when it was forked."""
     host: str | None = None
     averaging: str | None = None
     """How gradients are averaged, and why; None for runs of older versions."""
@@ -56,8 +75,29 @@ def list_runs(root: Path) -> list[RunInfo]:
     return sorted(map(read_run, folders), key=_age_key)
 
 
-def find_run(name: str, root: Path) -> Path:
-    """The folder of a run given by its path, its id, or a beginning of the id that fits one only.
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a run must have for a verb that is told "latest"."""
+
+    met: Callable[[RunInfo], bool]
+    lacking: str
+    """Said of a folder of runs where none has it."""
+
+
+CLONES = Need(
+    lambda run: run.state == "running" and (run.folder / "address").exists(),
+    "can be forked now; it must be running, and have called run.allow_clones()",
+)
+TRACE = Need(
+    lambda run: any((run.folder / "trace").glob("rank-*.jsonl")),
+    "has a trace; make it with Run(trace=True), or set SAPWOOD_RUN_TRACE=1",
+)
+
+
+def find_run(name: str, root: Path, *, need: Need | None = None) -> Path:
+    """The folder of a run given by its path, its id, a beginning of the id, or "latest".
+
+    ``need``: only of runs that have it is the latest meant.
 
     Raises:
         RunFolderError: No run fits, or several do.
@@ -65,6 +105,8 @@ def find_run(name: str, root: Path) -> Path:
     for place in (Path(name), root / name):
         if (place / "run.toml").exists() or (place / "trace").is_dir():
             return place
+    if name == LATEST:
+        return _latest(root, need)
     fitting = [run for run in list_runs(root) if run.id.startswith(name)] if root.is_dir() else []
     if len(fitting) == 1:
         return fitting[0].folder
@@ -75,6 +117,19 @@ def find_run(name: str, root: Path) -> Path:
         f"no run {name!r}: it is neither a run folder nor an id under {root}; "
         "`sapwood runs` lists what there is"
     )
+
+
+def _latest(root: Path, need: Need | None) -> Path:
+    found = [run for run in list_runs(root) if need is None or need.met(run)]
+    if not found:
+        raise RunFolderError(f"no run in {root} {need.lacking if need else 'yet'}")
+    return max(found, key=_latest_key).folder
+
+
+def _latest_key(run: RunInfo) -> tuple[datetime, float]:
+    # Runs note the second in which they began; a population begins several in one.
+    changed = max((path.stat().st_mtime for path in run.folder.glob("run.toml")), default=0.0)
+    return (_age_key(run)[0], changed)
 
 
 def read_run(folder: Path) -> RunInfo:
@@ -107,7 +162,7 @@ def as_tree(runs: Sequence[RunInfo]) -> list[tuple[int, RunInfo]]:
 def _interpret(folder: Path, facts: dict[str, Any], status: dict[str, Any]) -> RunInfo:
     host: dict[str, Any] = facts.get("host", {})
     state = str(status["state"])
-    if state not in ("running", "ended", "stopped", "failed"):
+    if state not in _WRITTEN:
         raise ValueError(f"status.json says state {state!r}")
     if state == "running" and _is_gone(host):
         state = "died"
@@ -124,11 +179,20 @@ def _interpret(folder: Path, facts: dict[str, Any], status: dict[str, Any]) -> R
         created=_time(facts["created"]),
         parent=str(facts["parent"]) if facts.get("parent") else None,
         parent_step=None if parent_step is None else int(parent_step),
+        overrides={path: _value(text) for path, text in facts.get("overrides", {}).items()},
         host=str(host["name"]) if "name" in host else None,
         averaging=_maybe(layout.get("averaging")),
         averaging_reason=_maybe(layout.get("averaging_reason")),
         buckets=_maybe(status.get("buckets")),
     )
+
+
+def _value(text: object) -> Any:
+    """A changed value; run.toml has it as JSON, which can say more than TOML."""
+    try:
+        return json.loads(str(text))
+    except ValueError:
+        return text
 
 
 def _maybe(value: object) -> str | None:

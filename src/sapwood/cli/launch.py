@@ -21,6 +21,7 @@ from sapwood.cli.failures import SentSignals, report
 from sapwood.cli.limit import Limit
 from sapwood.cli.rank import LAUNCHER
 from sapwood.cli.script import Script
+from sapwood.errors import LaunchError
 from sapwood.runtime.notes import NOTES, read_notes
 from sapwood.runtime.stopped import EXIT_CODE
 
@@ -67,7 +68,7 @@ def launch(plan: Plan) -> int:
     """Run the ranks to their end and return the exit code of the first that failed, or 0."""
     plan.script.check()
     process.adopt_orphans()
-    folder = Path(tempfile.mkdtemp(prefix="sapwood-run-", dir=_made(plan.logs)))
+    folder = _working_folder(plan.logs)
     os.environ[NOTES] = str(folder / "notes")
     limit = Limit(folder / "notes", plan.grace)
     leave = _Leaving(limit)
@@ -129,10 +130,21 @@ class _Leaving:
         raise self.error(number)
 
 
-def _made(folder: Path | None) -> Path | None:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _working_folder(logs: Path | None) -> Path:
+    """A new folder for notes, tracebacks and logs of the ranks, below ``logs`` if it is given."""
+    try:
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="sapwood-run-", dir=logs))
+    except OSError as error:
+        why = error.strerror or str(error)
+        if logs is not None:
+            raise LaunchError(
+                f"--logs {logs}: cannot make a folder there: {why}; give a folder you may write to"
+            ) from error
+        raise LaunchError(
+            f"cannot make a temporary folder: {why}; set TMPDIR to a folder you may write to"
+        ) from error
 
 
 def _run_ranks(plan: Plan, folder: Path, leave: _Leaving) -> dict[int, ProcessFailure]:

@@ -13,16 +13,17 @@ from sapwood.errors import SapwoodError
 if TYPE_CHECKING:
     from cyclopts import App
 
-__all__ = ["main"]
+__all__ = ["main", "make_app"]
 
 _VERBS = {
     "run": "Start the ranks of a script on this machine, or join those of torchrun, srun, mpirun.",
     "fork": "Fork a running training, without stopping it, onto ranks of its own.",
-    "runs": "List the runs of a folder: their state, their step, and what they were forked from.",
+    "runs": "List the runs of a folder: state, step, what they were forked from; remove old ones.",
     "trace": "Show where the time of a step went, as text, SVG or a Perfetto file.",
     "ckpt": "List, check, compare, mend, thin out and export checkpoints.",
     "data": "Make, index, check and measure databases of training samples.",
     "doctor": "Check this machine and this installation, and say what to do about problems.",
+    "completion": "Print what makes the Tab key complete commands in bash, zsh or fish.",
     "demo": "Train a small model on two ranks and show what Sapwood saw.",
 }
 _ABOUT = """The layer of a training run that moves things.
@@ -64,19 +65,31 @@ def _call(tokens: list[str]) -> int:
             raise
         print(f"sapwood: {_INSTALL}", file=sys.stderr)
         return MISUSED
-    if tokens[:1] == ["run"]:
-        from sapwood.cli.verbs.run import protect_script
-
-        tokens = protect_script(tokens)
-    app = _app(listing=not tokens or tokens[0] not in _VERBS)
+    app = make_app(listing=not tokens or tokens[0] not in _VERBS)
     try:
+        tokens = _with_script_apart(tokens)
         result: Any = app(tokens, exit_on_error=False, result_action="return_value")
     except CycloptsError:
         return MISUSED
     return result if isinstance(result, int) else 0
 
 
-def _app(*, listing: bool) -> App:
+def _with_script_apart(tokens: list[str]) -> list[str]:
+    """The verbs that start a script leave its options to it."""
+    if tokens[:1] == ["run"]:
+        from sapwood.cli.splitting import protect_script
+        from sapwood.cli.verbs.run import run
+
+        return protect_script(tokens, run)
+    if tokens[:1] == ["fork"]:
+        from sapwood.cli.splitting import protect_script
+        from sapwood.cli.verbs.fork import fork
+
+        return protect_script(tokens, fork, words_before=1)
+    return tokens
+
+
+def make_app(*, listing: bool) -> App:
     """The application; summaries are given only for the list, as they would hide a verb's help."""
     from cyclopts import App
 

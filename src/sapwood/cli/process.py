@@ -7,11 +7,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["adopt_orphans", "descendants", "die_with_parent", "end_descendants", "kill_descendants"]
+__all__ = [
+    "adopt_orphans",
+    "descendants",
+    "die_with_parent",
+    "end_descendants",
+    "ending_in_order",
+    "kill_descendants",
+]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -28,6 +35,20 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(f"sapwood: the launcher (process {parent}) is gone, so this rank does not start")
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Let SIGTERM clear up as Ctrl-C does."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def adopt_orphans() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import runpy
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from sapwood.errors import LaunchError
+from sapwood.runtime.folder import STARTED
 
 __all__ = ["Script"]
 
@@ -55,6 +57,7 @@ class Script:
         """
         sys.argv = [self.target, *self.args]
         _write_whole_lines()
+        _show_which_run_begins()
         try:
             self._run()
         except SystemExit as error:
@@ -84,6 +87,22 @@ def _write_whole_lines() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(line_buffering=True, write_through=False)
+
+
+def _show_which_run_begins() -> None:
+    """A library does not print; the command line shows the one line that all who use it need."""
+    logger = logging.getLogger(STARTED)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_StartedHandler())
+
+
+class _StartedHandler(logging.Handler):
+    """Writes to standard error, unless the script shows or keeps its log itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        handlers = [*logging.getLogger().handlers, *logging.getLogger("sapwood").handlers]
+        if all(handler.level > logging.INFO for handler in handlers):
+            print(f"sapwood: {record.getMessage()}", file=sys.stderr)
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:

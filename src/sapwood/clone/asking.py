@@ -36,6 +36,8 @@ def ask_donors(order: ForkOrder, group: Group, places: Places) -> Session:
             "approach": order.approach,
             "transport": order.transport,
             "standby": order.standby,
+            "at_step": order.at_step,
+            "together": order.together,
         }
         try:
             answer = ask(order.address, request)

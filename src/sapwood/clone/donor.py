@@ -10,9 +10,11 @@ import json
 import logging
 import secrets
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from sapwood.clone.departure import LEAD, Departure
 from sapwood.clone.door import Door, Request
 from sapwood.clone.extras import CloneExtras
 from sapwood.clone.manifest import APPROACHES, versions
@@ -42,6 +44,7 @@ class Donor:
         self._run, self._settings, self._extras = run, settings, extras
         self._closed = threading.Event()
         self._sessions: list[Serving] = []
+        self._departures: dict[str, Departure] = {}
         self._reports: list[ForkReport] = []
         self._lock = threading.Lock()
         self._store, self._place = self._share_store()
@@ -90,6 +93,9 @@ class Donor:
             serving.updated(event)
 
     def _step_ended(self, event: StepEnded) -> None:
+        if self._run.group.rank == 0:
+            for departure in {serving.departure for serving in self._sessions}:
+                departure.settle(event.step)
         for serving in self._sessions:
             serving.step_ended(event.step)
 
@@ -99,6 +105,9 @@ class Donor:
         """Let a group in, or say why not; on a thread of the door."""
         if request.get("op") == "go":
             return {"started": self.start_standbys()}
+        if request.get("op") == "give up":
+            self._departure(_together(request["together"]), None).give_up(str(request["why"]))
+            return {}
         mine, theirs = versions(), request["versions"]
         if mine != theirs:
             raise CloneError(f"the run has {_said(mine)}, the clones {_said(theirs)}")
@@ -112,6 +121,8 @@ class Donor:
             "approach": approach,
             "transport": str(request.get("transport") or self._settings.transport),
             "standby": bool(request.get("standby")),
+            "at_step": self._check_step(request.get("at_step")),
+            "together": _together(request.get("together")),
         }
         with self._lock:
             self._asked += 1
@@ -119,6 +130,25 @@ class Donor:
         self._run.group.store.set(f"{self._prefix}/{number}", json.dumps(asked))
         host, port = self._place
         return {"session": asked["session"], "run": self._run.id, "host": host, "port": port}
+
+    def _check_step(self, step: Any) -> int | None:
+        if step is None:
+            return None
+        ended = self._run.step_count
+        if int(step) < ended + LEAD:
+            raise CloneError(
+                f"step {step} cannot be forked any more: the run has ended step {ended}; choose a "
+                "later one"
+            )
+        return int(step)
+
+    def _departure(self, together: Sequence[Any] | None, at_step: int | None) -> Departure:
+        """The one that forks of the same name share, or a new one."""
+        if together is None:
+            return Departure(at_step=at_step)
+        name, count = together
+        with self._lock:
+            return self._departures.setdefault(name, Departure(count=count, at_step=at_step))
 
     def _watch(self) -> None:
         """Serve what rank 0 announces."""
@@ -137,7 +167,10 @@ class Donor:
 
     def _begin(self, asked: dict[str, Any]) -> None:
         session = Session(self._store, asked["session"], timeout=_ANSWER)
-        serving = Serving(self._run, self._settings, session, self._places, asked, self._extras)
+        departure = self._departure(asked["together"], asked["at_step"])
+        serving = Serving(
+            self._run, self._settings, session, self._places, asked, self._extras, departure
+        )
         with self._lock:
             self._reports.append(serving.report)
             self._sessions = [*(s for s in self._sessions if not s.over.is_set()), serving]
@@ -161,6 +194,20 @@ class Donor:
         if store is None:
             store = dial(place[0], place[1], _ANSWER)
         return store, (place[0], place[1])
+
+
+def _together(asked: Any) -> tuple[str, int] | None:
+    """A name that forks share, and how many do.
+
+    Raises:
+        CloneError: it is not that.
+    """
+    if asked is None:
+        return None
+    name, count = asked
+    if not isinstance(name, str) or not isinstance(count, int) or count < 1:
+        raise CloneError(f"{asked!r} says neither which forks begin together nor how many")
+    return name, count
 
 
 def _said(found: Any) -> str:

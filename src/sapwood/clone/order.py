@@ -47,6 +47,15 @@ class ForkOrder:
     transport: str = ""
     standby: bool = False
     """Get ready, and wait until the run says so."""
+    at_step: int | None = None
+    """Begin with the state after this step; None: after the next one that can be had."""
+    together: tuple[str, int] | None = None
+    """A name, and how many forks have it: all begin with the state of the same step."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the step to begin with may be far away."""
+        return self.standby or self.at_step is not None
 
     def encode(self) -> str:
         """For the environment."""
@@ -64,8 +73,10 @@ def read_order() -> ForkOrder | None:
         return None
     try:
         fields = json.loads(text)
+        together = fields.get("together")
+        fields["together"] = None if together is None else (str(together[0]), int(together[1]))
         return ForkOrder(**{**fields, "address": Address(**fields["address"])})
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CloneError(f"{ENV} is set, but not by `sapwood fork`: {error}") from error
 
 
@@ -98,19 +109,21 @@ def used_by() -> str:
     return _use.run
 
 
-def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+def parse_overrides(texts: Sequence[str], option: str = "--set") -> dict[str, Any]:
     """``optimizer.lr=0.01`` and the like, by path; values are JSON where they can be.
 
     Raises:
-        ConfigError: one has no ``=``, or no path.
+        ConfigError: one has no ``=``, or no path, or a path is given twice; ``option`` names it.
     """
     found: dict[str, Any] = {}
     for text in texts:
         path, equals, value = text.partition("=")
         if not equals or not path.strip():
             raise ConfigError(
-                f"--set {text!r}: expected a path and a value, as in optimizer.lr=0.1"
+                f"{option} {text!r}: expected a path and a value, as in optimizer.lr=0.1"
             )
+        if path.strip() in found:
+            raise ConfigError(f"{option} {path.strip()} is given twice; give it once")
         try:
             found[path.strip()] = json.loads(value)
         except ValueError:

@@ -165,7 +165,7 @@ class Receiver:
         return passed
 
     def _wait_for_step(self, session: Session, order: ForkOrder) -> ForkedFrom:
-        patience = math.inf if order.standby else self._settings.step_timeout
+        patience = math.inf if order.waits else self._settings.step_timeout
         step = session.hear("fire", "waiting for a step to be sent", patience)
         self._fired.set()
         return ForkedFrom(run=self._manifest.run, step=int(step), overrides=order.overrides)

@@ -24,5 +24,7 @@ class ForkReport:
     failure: str = ""
     ready: bool = False
     """The clones can receive; on rank 0, which decides the step."""
+    sent: bool = False
+    """The clones have been given all they need, and it is up to them when they begin."""
     done: bool = False
     """All clones have begun."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sapwood.clone.beside import send, to_bytes
+from sapwood.clone.departure import Departure
 from sapwood.clone.extras import CloneExtras, StepExtras
 from sapwood.clone.filed import remove_state, write_extras, write_state
 from sapwood.clone.manifest import Manifest
@@ -38,6 +39,7 @@ __all__ = ["Serving"]
 
 log = logging.getLogger(__name__)
 OWNER = "clone"
+_LOOK = 0.05
 
 
 class Serving:
@@ -51,8 +53,10 @@ class Serving:
         places: Places,
         asked: Mapping[str, Any],
         extras: CloneExtras,
+        departure: Departure,
     ) -> None:
         """``asked`` is what the clones said: their places and wishes; ``places`` are ours."""
+        self.departure = departure
         self._run, self._settings, self._session = run, settings, session
         self._extras = extras
         self._asked = asked
@@ -108,6 +112,8 @@ class Serving:
             self.fail(f"{type(error).__name__}: {error}")
 
     def _step_ended(self, step: int) -> None:
+        if self._fire is None and self.departure.problem:
+            raise CloneError(self.departure.problem)
         if self._contents is None:
             run = self._run
             holders = tuple(range(run.group.world))
@@ -116,13 +122,13 @@ class Serving:
         elif self._fire == step:
             self._end(step)
         elif self._open and self._fire is None:
-            self._settle_on(step)
+            self._find_step()
 
-    def _settle_on(self, step: int) -> None:
-        """Rank 0 says two steps ahead which one is sent: by then all have heard it."""
+    def _find_step(self) -> None:
+        """Rank 0 says some steps ahead which one is sent: by then all have heard it."""
         if self._run.group.rank == 0:
-            if self._may_fire:
-                self._fire = step + 2
+            if self._may_fire and self.departure.step is not None:
+                self._fire = self.departure.step
                 self._session.say("fire", self._fire)
         else:
             self._fire = self._session.heard("fire")
@@ -313,6 +319,7 @@ class Serving:
             session.check()
         self._may_fire = not self.over.is_set()
         self.report.ready = self._may_fire
+        self.departure.ready(session.name)
 
     def _follow(self) -> None:
         """Wait until all is sent, and see the clones begin."""
@@ -330,10 +337,36 @@ class Serving:
                 if self.over.is_set():
                     return
             self.report.send_seconds = sender.seconds
-        timeout = self._settings.join_timeout
-        session.hear("ready", "waiting for the clones to begin", timeout)
+        self.report.sent = True
+        self._see_them_begin()
+
+    def _see_them_begin(self) -> None:
+        """They begin with their first forward pass; one that comes late is no failure of the fork.
+
+        Until then a file they read, and a link that has the last bytes, are kept.
+        """
+        session, deadline = self._session, time.monotonic() + self._settings.step_timeout
+        while not session.heard("ready"):
+            session.check()
+            if time.monotonic() > deadline:
+                self._stop_waiting()
+                return
+            if self.over.wait(_LOOK):
+                return
         self.report.done = True
         log.info("%d clones go their own way from step %d", self._clones, self.report.step)
+
+    def _stop_waiting(self) -> None:
+        timeout = self._settings.step_timeout
+        if self.report.approach == "file":
+            raise CloneError(f"the clones have not read the file for {timeout:g} s")
+        log.warning(
+            "%d clones have the state of step %d, but have not begun for %g s; they are not waited "
+            "for any longer",
+            self._clones,
+            self.report.step,
+            timeout,
+        )
 
     def _tell_extras(self) -> None:
         """Rank 0's to every clone, another rank's to the clone that goes on in its place."""
@@ -356,17 +389,19 @@ class Serving:
         if self.over.is_set():
             return
         self.report.failure = self.report.failure or why
+        self.departure.give_up(why)
         log.warning("a fork failed, this run goes on: %s", why)
         self._session.fail(why)
         self.stop()
 
     def last_words(self, why: str) -> None:
-        """The run ends: tell the clones, unless they have begun."""
+        """The run ends: tell the clones, unless they have all they need."""
         if self._taking is not None:
             # Nobody begins another step, so this is the moment; the rest takes no time of its own.
             self._complete_extras()
             self.join(self._settings.patience)
-        if not self.report.done:
+        # A file goes with the run; other bytes are in the clones' own memory.
+        if not self.report.done and not (self.report.sent and self.report.approach != "file"):
             self.fail(why)
         self.stop()
 

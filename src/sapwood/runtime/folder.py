@@ -21,9 +21,11 @@ from typing import Any
 from sapwood.errors import RunFolderError
 from sapwood.runtime.textfile import replace_text
 
-__all__ = ["RunFolder", "new_run_id", "process_start"]
+__all__ = ["STARTED", "RunFolder", "new_run_id", "process_start"]
 
 log = logging.getLogger(__name__)
+STARTED = "sapwood.started"
+"""The logger that says, once and at level INFO, which run begins and where its folder is."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STATUS_EVERY = 1.0
 
@@ -73,16 +75,17 @@ class RunFolder:
                     )
                 log.info("the run %s was stopped and goes on", self.id)
             replace_text(self.path / "run.toml", to_toml({"id": self.id, **facts}))
+            logging.getLogger(STARTED).info("run %s in %s%s", self.id, self.path, _origin(facts))
         except OSError as error:
             raise RunFolderError(
                 f"cannot write the run folder {self.path}: {error.strerror or error}; give "
-                "folder= a place you may write to, or set SAPWOOD_FOLDER"
+                "folder= a place you may write to, or set SAPWOOD_RUN_FOLDER"
             ) from error
 
     def status(self, state: str, step: int, detail: str | None = None, *, now: bool = True) -> None:
         """Write status.json; with ``now=False`` at most once a second.
 
-        ``detail`` is the error of a failed run, or why one stopped.
+        ``detail`` is the error of a failed run, or why one stopped or was interrupted.
 
         A full disk is logged and not raised: a training does not end because it cannot say so.
         """
@@ -93,7 +96,7 @@ class RunFolder:
         entry: dict[str, Any] = {"state": state, "step": step, "time": time.time()}
         entry |= {name: text for name, text in self.learned.items() if text is not None}
         if detail is not None:
-            entry["detail" if state == "stopped" else "error"] = detail
+            entry["detail" if state in ("stopped", "interrupted") else "error"] = detail
         try:
             replace_text(self.path / "status.json", json.dumps(entry))
         except OSError as problem:
@@ -109,6 +112,15 @@ class RunFolder:
     def trace_file(self, rank: int) -> Path:
         """Where a rank's trace goes."""
         return self.path / "trace" / f"rank-{rank}.jsonl"
+
+
+def _origin(facts: Mapping[str, Any]) -> str:
+    """Where a fork came from, in words."""
+    if not facts.get("parent"):
+        return ""
+    changes = " ".join(f"{path}={value}" for path, value in facts.get("overrides", {}).items())
+    told = f", forked from {facts['parent']} after step {facts['parent_step']}"
+    return told + (f", with {changes}" if changes else "")
 
 
 def host_facts() -> dict[str, Any]:

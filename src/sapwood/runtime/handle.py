@@ -30,6 +30,11 @@ class Parent(Protocol):
         """The step after which the two went their own ways."""
         ...
 
+    @property
+    def overrides(self) -> Mapping[str, Any]:
+        """What is different in the fork, by path."""
+        ...
+
 
 class RunHandle(Protocol):
     """A running training, as checkpoint, clone and store use it."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from sapwood.errors import LaunchError
 
-__all__ = ["MPI_MARKS", "Launch", "detect", "first_host"]
+__all__ = ["MPI_MARKS", "Launch", "check_system", "detect", "first_host"]
 
 Launcher = Literal["none", "torchrun", "srun", "mpirun"]
 
@@ -79,7 +80,12 @@ class Launch:
 
 
 def detect(env: Mapping[str, str] | None = None) -> Launch:
-    """Read the launcher's variables; a plain ``python train.py`` is one rank of launcher "none"."""
+    """Read the launcher's variables; a plain ``python train.py`` is one rank of launcher "none".
+
+    Raises:
+        LaunchError: what a launcher says makes no sense, or this system cannot run ranks.
+    """
+    check_system()
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
         return _torchrun(env)
@@ -89,6 +95,19 @@ def detect(env: Mapping[str, str] | None = None) -> Launch:
     if family is not None:
         return _mpirun(env, family)
     return Launch(launcher="none")
+
+
+def check_system(system: str = sys.platform) -> None:
+    """Refuse systems on which something would break in the middle of a training.
+
+    Raises:
+        LaunchError: this is not Linux.
+    """
+    if system != "linux":
+        raise LaunchError(
+            f"Sapwood trains on Linux only, and this is {system}: it needs memfd, abstract sockets "
+            "and /proc; use Linux, a container or a virtual machine (WSL 2 on Windows)"
+        )
 
 
 def _mpi_family(env: Mapping[str, str]) -> _Family | None:

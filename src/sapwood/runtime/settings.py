@@ -1,8 +1,8 @@
 """Settings with an origin: argument over environment over file over default.
 
 A settings class is a frozen, keyword-only dataclass. A field ``bucket_mb`` of the section ``sync``
-is set by an argument, by ``SAPWOOD_BUCKET_MB``, or by ``bucket_mb`` in ``[sync]`` of the file that
-``SAPWOOD_CONFIG`` names (``sapwood.toml`` in the current folder if there is one).
+is set by an argument, by ``SAPWOOD_SYNC_BUCKET_MB``, or by ``bucket_mb`` in ``[sync]`` of the file
+that ``SAPWOOD_CONFIG`` names (``sapwood.toml`` in the current folder if there is one).
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from typing import Any, TypeVar
 
 from sapwood.errors import ConfigError
 
-__all__ = ["SECTIONS", "UNSET", "VARIABLES", "Resolved", "resolve", "warn_of_unknown_variables"]
+__all__ = [
+    "SECTIONS",
+    "UNSET",
+    "VARIABLES",
+    "Resolved",
+    "check_variables",
+    "resolve",
+    "variable_of",
+    "warn_of_unknown_variables",
+]
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +79,11 @@ class Resolved(typing.Generic[T]):
     origins: Mapping[str, str]
 
 
+def variable_of(section: str, name: str) -> str:
+    """The variable that sets a field: two sections may have fields of one name."""
+    return f"SAPWOOD_{section.upper()}_{name.upper()}"
+
+
 def resolve(
     kind: type[T], section: str, arguments: Mapping[str, Any], *, beside: Sequence[str] = ()
 ) -> Resolved[T]:
@@ -84,12 +98,13 @@ def resolve(
         raise ConfigError(
             f"unknown setting {unknown[0]!r}; known: {', '.join(known)}{_near(unknown[0], known)}"
         )
+    check_variables({section: kind})
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     origins = dict.fromkeys(fields, "default")
     path, table = _file(section)
     for name in fields:
-        variable = f"SAPWOOD_{name.upper()}"
+        variable = variable_of(section, name)
         if name in arguments and arguments[name] is not UNSET:
             values[name] = _fit(arguments[name], hints[name], f"the argument {name}")
             origins[name] = "argument"
@@ -108,13 +123,43 @@ def resolve(
     return Resolved(kind(**values), origins)
 
 
-def warn_of_unknown_variables(kinds: Iterable[type]) -> None:
+def check_variables(kinds: Mapping[str, type]) -> None:
+    """Refuse variables that name a setting and no section, as those of older versions did.
+
+    Refused and not read: ``SAPWOOD_ENGINE`` meant a setting of the Run and one of the Checkpointer.
+
+    Args:
+        kinds: the settings class of each section to look for.
+
+    Raises:
+        ConfigError: one is set; what to set instead.
+    """
+    for old, fields in _unscoped(kinds).items():
+        if old in os.environ:
+            ours = " or ".join(f"{variable_of(*field)} (for [{field[0]}])" for field in fields)
+            raise ConfigError(
+                f"{old} is set, but a variable names its section now: set {ours} instead, and "
+                f"unset {old}"
+            )
+
+
+def _unscoped(kinds: Mapping[str, type]) -> dict[str, list[tuple[str, str]]]:
+    """Names of variables without a section, and the sections and fields they may stand for."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for section, kind in kinds.items():
+        for field in dataclasses.fields(kind):
+            found.setdefault(f"SAPWOOD_{field.name.upper()}", []).append((section, field.name))
+    return {name: fields for name, fields in found.items() if name not in VARIABLES}
+
+
+def warn_of_unknown_variables(kinds: Mapping[str, type]) -> None:
     """Log, once for each, variables with our prefix that are none of ours: likely misspelt.
 
-    Not refused, because other programs may use the prefix.
+    Not refused, because other programs may use the prefix. ``kinds`` has the settings class of each
+    section.
     """
-    fields = [f.name for kind in kinds for f in dataclasses.fields(kind)]
-    known = {*VARIABLES, *(f"SAPWOOD_{name.upper()}" for name in fields)}
+    fields = ((s, f.name) for s, kind in kinds.items() for f in dataclasses.fields(kind))
+    known = {*VARIABLES, *(variable_of(*field) for field in fields)}
     for name in sorted(os.environ):
         if not name.startswith("SAPWOOD_") or name.startswith(_PRIVATE):
             continue

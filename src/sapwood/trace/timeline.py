@@ -9,6 +9,8 @@ rank 0 main    FFFFFFFFFFFFBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBww
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sapwood.trace.read import Instant, Span, Trace
 from sapwood.trace.steps import Lane, StepView, bucket_label, step_view
 from sapwood.trace.svg import timeline_svg
@@ -18,8 +20,13 @@ __all__ = ["timeline_svg", "timeline_text"]
 _LETTERS = {"forward": "F", "backward": "B", "wait": "w"}
 _MARKS = {"backward_last_gradient": "^", "step_ended": "|", "tensor_updated": "'"}
 _LEGEND = (
-    "F forward  B backward  w wait  0-9 bucket (oldest in flight)  + several in one column  "
-    "^ last gradient exists  | step ended"
+    "F forward",
+    "B backward",
+    "w wait",
+    "0-9 bucket (oldest in flight)",
+    "+ several in one column",
+    "^ last gradient exists",
+    "| step ended",
 )
 _MIN_COLUMNS = 20
 
@@ -34,11 +41,22 @@ def timeline_text(trace: Trace, step: int | None = None, *, width: int = 100) ->
     labels = [_label(lane, view) for lane in view.lanes]
     margin = max(len(label) for label in labels) + 1
     columns = max(_MIN_COLUMNS, width - margin - 1)
-    lines = [_title(view, columns)]
+    lines = _title(view, columns, width)
     for label, lane in zip(labels, view.lanes, strict=True):
         for index, row in enumerate(_lane_rows(lane, view, columns)):
             lines.append(f"{label if index == 0 else '':<{margin}}{row}".rstrip())
-    return "\n".join([*lines, _LEGEND])
+    return "\n".join([*lines, *_fill(_LEGEND, width)])
+
+
+def _fill(phrases: Sequence[str], width: int, between: str = "  ") -> list[str]:
+    """As many phrases to a line as fit, none of them cut."""
+    lines: list[str] = []
+    for phrase in phrases:
+        if lines and len(lines[-1]) + len(between) + len(phrase) <= width:
+            lines[-1] += between + phrase
+        else:
+            lines.append(phrase)
+    return lines
 
 
 def _label(lane: Lane, view: StepView) -> str:
@@ -47,12 +65,10 @@ def _label(lane: Lane, view: StepView) -> str:
     return f"{rank if lane is first else '':<{len(rank)}} {lane.name}"
 
 
-def _title(view: StepView, columns: int) -> str:
+def _title(view: StepView, columns: int, width: int) -> list[str]:
     total = (view.end - view.start) / 1e6
-    return (
-        f"step {view.step} of run {view.run}: {total:.2f} ms, "
-        f"one column is {total / columns:.3f} ms"
-    )
+    scale = f"one column is {total / columns:.3f} ms"
+    return _fill((f"step {view.step} of run {view.run}: {total:.2f} ms,", scale), width, " ")
 
 
 def _lane_rows(lane: Lane, view: StepView, columns: int) -> list[str]:

@@ -8,15 +8,26 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from sapwood.cli.checks.base import Check, note, ok, problem
+from sapwood.errors import LaunchError
+from sapwood.runtime.launch import check_system
 
 __all__ = ["SOFTWARE"]
 
 _TORCH = "2.13"
 _EXTRAS = {
     "cli": ("cyclopts", "rich"),
+    "checkpoint": ("xxhash",),
+    "compression": ("zstandard",),
+    "parity": ("pyeclib",),
+    "s3": ("obstore",),
+    "data": ("lmdb",),
     "report": ("matplotlib",),
     "mpi": ("mpi4py", "mpich"),
+    "mooncake": ("mooncake-transfer-engine-non-cuda",),
 }
+"""Those of pyproject.toml that a user may want, and the packages of each."""
+_INSTEAD = {"mooncake-transfer-engine-non-cuda": "mooncake-transfer-engine"}
+"""A build of the same package, for machines with CUDA."""
 
 
 def python(folder: Path) -> Check:
@@ -25,6 +36,16 @@ def python(folder: Path) -> Check:
     if sys.version_info < (3, 11):  # noqa: UP036 (someone may run us from a copied folder)
         return problem("python", found, "Sapwood needs Python 3.11 or newer")
     return ok("python", found)
+
+
+def system(folder: Path) -> Check:
+    """The operating system."""
+    found = f"{platform.system()} {platform.release()}"
+    try:
+        check_system()
+    except LaunchError as error:
+        return problem("system", found, str(error))
+    return ok("system", found)
 
 
 def torch_version(folder: Path) -> Check:
@@ -95,8 +116,8 @@ def _installed(package: str) -> bool:
     try:
         version(package)
     except PackageNotFoundError:
-        return False
+        return package in _INSTEAD and _installed(_INSTEAD[package])
     return True
 
 
-SOFTWARE = (python, torch_version, backends, fused_optimizers, extras)
+SOFTWARE = (system, python, torch_version, backends, fused_optimizers, extras)

@@ -9,12 +9,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from sapwood.cli.values import Whole
 from sapwood.errors import LaunchError
 
 __all__ = ["demo"]
 
 
-def demo(*, keep: Annotated[bool, Parameter(negative="")] = False, steps: int = 30) -> None:
+def demo(*, keep: Annotated[bool, Parameter(negative="")] = False, steps: Whole = 30) -> None:
     """Train a small model on two ranks and show what Sapwood saw.
 
     It starts two real processes on this machine, trains, then draws one step of both ranks, counts

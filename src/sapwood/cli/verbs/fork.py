@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from sapwood.cli.values import Whole
 from sapwood.errors import ConfigError
 
 if TYPE_CHECKING:
     from sapwood.clone.door import Address
+    from sapwood.clone.order import ForkOrder
 
 __all__ = ["fork"]
 
-_Word = Annotated[str, Parameter(allow_leading_hyphen=True)]
 _PYTHONS = ("python", "python3", "sapwood")
+# The library has these too, but loads torch.
+Approach = Literal["deepclone", "lazy", "p2p", "file"]
+Transport = Literal["auto", "gloo", "memory", "mpi", "mooncake", "nccl"]
 
 
 def fork(
     run: str,
     /,
-    *command: _Word,
-    ranks: Annotated[int | None, Parameter(name=("-n", "--ranks"))] = None,
+    *command: str,
+    ranks: Annotated[Whole | None, Parameter(name=("-n", "--ranks"))] = None,
     changes: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     vary: Annotated[tuple[str, ...], Parameter(name="--vary", negative="")] = (),
-    approach: str = "",
-    transport: str = "",
+    control: Annotated[bool, Parameter(negative="")] = False,
+    at_step: Whole | None = None,
+    approach: Approach | None = None,
+    transport: Transport | None = None,
     standby: Annotated[bool, Parameter(negative="")] = False,
     go: Annotated[bool, Parameter(negative="")] = False,
     folder: Path = Path("runs"),
@@ -47,41 +48,70 @@ def fork(
 
     ```
     sapwood fork 20261116 -n 2 -- train.py                       the same again, beside it
-    sapwood fork 20261116 --set optimizer.lr=0.01 -- train.py    with another learning rate
-    sapwood fork 20261116 --vary optimizer.lr=[0.1,0.01] -- train.py     two forks
+    sapwood fork latest --set optimizer.lr=0.01 -- train.py      with another learning rate
+    sapwood fork 20261116 --vary optimizer.lr=[0.1,0.01] --control -- train.py    three forks
+    sapwood fork 20261116 --at-step 5000 -- train.py             from the state after step 5000
     sapwood fork 20261116 --standby -n 2 -- train.py             ready to begin, and waiting
     sapwood fork 20261116 --go                                   now
     srun -n 8 sapwood fork /shared/runs/20261116-0042-3f9a1c -- train.py
     ```
 
     Args:
-        run: A run's folder, its id, or a beginning of the id.
+        run: A run's folder, its id, a beginning of the id, or latest.
         command: The script and its arguments, as for `sapwood run`.
-        ranks: How many ranks to start (one if not given).
+        ranks: How many ranks to start for each fork (one if not given).
         changes: PATH=VALUE: what shall be different. `optimizer.*` is changed in the optimizer; the
             script asks for the rest with `run.override(path, default)`.
-        vary: PATH=[A,B,...]: one fork for each value, all at once; several make all combinations.
-        approach: deepclone, lazy, p2p or file; by default what the run is set to.
-        transport: auto, gloo, memory, mpi, mooncake or nccl; by default what the run is set to.
+        vary: PATH=[A,B,...]: one fork for each value, all at once and all from the same step;
+            several make all combinations.
+        control: With --vary: one more fork of that step, without the varied values.
+        at_step: Begin with the state after this step, which must still be to come.
+        approach: How the state is sent; by default what the run is set to.
+        transport: What carries it; by default what the run is set to.
         standby: Start the ranks and get ready, but wait until the run, or --go, says so.
-        go: Let clones that stand by begin; needs no script.
+        go: Let clones that stand by begin; takes no script and no other option.
         folder: The folder that holds the run folders.
     """
-    from sapwood.cli.folders import find_run
+    from sapwood.cli.folders import CLONES, find_run
     from sapwood.clone.door import Address
-    from sapwood.clone.order import ENV, ForkOrder, parse_overrides
+    from sapwood.clone.order import ForkOrder, parse_overrides
+    from sapwood.clone.overrides import check_overrides
 
     if go:
-        return _go(Address.read(find_run(run, folder)))
+        given = (command, ranks, changes, vary, control, at_step, approach, transport, standby)
+        _check_alone(any(one not in (None, (), False) for one in given))
+        return _go(Address.read(find_run(run, folder, need=CLONES)))
     words = _script(command)
+    _check_steps(at_step, standby=standby)
+    if control and not vary:
+        raise ConfigError("--control belongs to --vary: a fork without changes needs no control")
     overrides = parse_overrides(changes)
-    if vary:
-        return _several(run, words, ranks, overrides, vary, approach, transport, folder)
-    from sapwood.cli.verbs.run import run as start
-
-    address = Address.read(find_run(run, folder))
+    check_overrides(overrides)
+    variants = _variants(overrides, parse_overrides(vary, "--vary"), control=control)
+    address = Address.read(find_run(run, folder, need=CLONES))
     address.token()  # whoever cannot read it need not start
-    order = ForkOrder(address=address, overrides=overrides, approach=approach, transport=transport)
+    orders = [
+        ForkOrder(
+            address=address,
+            overrides=chosen,
+            approach=approach or "",
+            transport=transport or "",
+            standby=standby,
+            at_step=at_step,
+        )
+        for chosen in variants
+    ]
+    if vary:
+        from sapwood.cli.variants import start_variants
+
+        return start_variants(orders, words, ranks)
+    return _start(orders[0], words, ranks)
+
+
+def _start(order: ForkOrder, words: list[str], ranks: int | None) -> int:
+    from sapwood.cli.verbs.run import run as start
+    from sapwood.clone.order import ENV
+
     os.environ[ENV] = order.encode()
     try:
         if words[0] == "-m":
@@ -100,56 +130,51 @@ def _go(address: Address) -> int:
     return 0
 
 
+def _check_alone(given: bool) -> None:
+    if given:
+        raise ConfigError(
+            "--go lets clones begin that stand by, as they were started; it takes no script and no "
+            "other option but --folder"
+        )
+
+
+def _check_steps(at_step: int | None, *, standby: bool) -> None:
+    if at_step is not None and at_step < 1:
+        raise ConfigError(f"--at-step is {at_step}, expected 1 or more")
+    if at_step is not None and standby:
+        raise ConfigError(
+            "--at-step names when to begin, and --standby waits to be told; give one of them"
+        )
+
+
 def _script(command: tuple[str, ...]) -> list[str]:
     words = list(command)
     if words[:1] and Path(words[0]).name in _PYTHONS:
         words = words[1:]
         if words[:1] == ["run"]:
             words = words[1:]
-    if not words:
+    if not words or words == ["-m"]:
         raise ConfigError("there is no script to fork; put it behind --, as in -- train.py")
     return words
 
 
-def _several(
-    run: str,
-    words: list[str],
-    ranks: int | None,
-    overrides: dict[str, Any],
-    vary: tuple[str, ...],
-    approach: str,
-    transport: str,
-    folder: Path,
-) -> int:
-    """Start a fork for each combination, and wait for all; the exit code of the first to fail."""
-    base = [sys.executable, "-m", "sapwood.cli", "fork", run, "--folder", str(folder)]
-    if ranks is not None:
-        base += ["-n", str(ranks)]
-    if approach:
-        base += ["--approach", approach]
-    if transport:
-        base += ["--transport", transport]
-    started = []
-    try:
-        for values in _combinations(vary):
-            chosen = {**overrides, **values}
-            sets = [w for k, v in chosen.items() for w in ("--set", f"{k}={json.dumps(v)}")]
-            started.append(subprocess.Popen([*base, *sets, "--", *words]))
-        codes = [process.wait() for process in started]
-    finally:
-        for process in started:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-    return next((code for code in codes if code), 0)
+def _variants(
+    overrides: dict[str, Any], lists: dict[str, Any], *, control: bool
+) -> list[dict[str, Any]]:
+    """What is changed in each fork: every combination of the varied values, the control first."""
+    import itertools
 
+    from sapwood.clone.overrides import check_overrides
 
-def _combinations(vary: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    from sapwood.clone.order import parse_overrides
-
-    lists = parse_overrides(vary)
     for path, values in lists.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"--vary {path}: expected a list, as in {path}=[0.1,0.01]")
-    for values in itertools.product(*lists.values()):
-        yield dict(zip(lists, values, strict=True))
+        if path in overrides:
+            raise ConfigError(f"{path} is in --set and in --vary; give it once")
+        for value in values:
+            check_overrides({path: value})
+    found = [
+        {**overrides, **dict(zip(lists, values, strict=True))}
+        for values in itertools.product(*lists.values())
+    ]
+    return [overrides, *found] if control else found

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from sapwood.cli.script import Script
+from sapwood.cli.values import Whole
 from sapwood.errors import LaunchError
 
-__all__ = ["protect_script", "run"]
+__all__ = ["check_ranks", "most_ranks", "run"]
 
-VALUED = ("-n", "--ranks", "--restarts", "--logs", "--grace")
-"""Options that take a value: `protect_script` must know them to find the script."""
-
-_Word = Annotated[str, Parameter(allow_leading_hyphen=True)]
+_ALWAYS_ALLOWED, _PER_CORE = 64, 16
 
 
 def run(
-    script: _Word,
+    script: str,
     /,
-    *args: _Word,
-    ranks: Annotated[int | None, Parameter(name=("-n", "--ranks"))] = None,
+    *args: str,
+    ranks: Annotated[Whole | None, Parameter(name=("-n", "--ranks"))] = None,
     module: Annotated[bool, Parameter(name=("-m", "--module"), negative="")] = False,
-    restarts: int = 0,
+    restarts: Whole = 0,
     prefix: Annotated[bool, Parameter(negative="")] = False,
     logs: Path | None = None,
-    grace: int | None = None,
+    grace: Whole | None = None,
 ) -> int:
     """Start the ranks of a script on this machine, or join those of another launcher.
 
@@ -64,30 +63,57 @@ def run(
             a run that saves first: twice its stop_timeout, for the step and for saving).
     """
     what = Script(target=script, args=args, module=module)
+    _check_counts(restarts, grace)
     if _joined(ranks):
+        _refuse_in_rank({"--restarts": restarts, "--prefix": prefix, "--logs": logs}, grace)
         what.check()
         what.run()
         return 0
     from sapwood.cli.launch import Plan, launch
 
-    count = 1 if ranks is None else ranks
-    if count < 1:
-        raise LaunchError(f"-n is {count}; a run needs at least one rank")
+    count = check_ranks(ranks)
     plan = Plan(script=what, ranks=count, restarts=restarts, prefix=prefix, logs=logs, grace=grace)
     return launch(plan)
 
 
-def protect_script(tokens: list[str]) -> list[str]:
-    """Put ``--`` before the script, so that its own options are not taken for ours."""
-    index = 1
-    while index < len(tokens):
-        word = tokens[index]
-        if word == "--" or not word.startswith("-"):
-            break
-        index += 2 if word in VALUED else 1
-    if index >= len(tokens) or tokens[index] == "--":
-        return tokens
-    return [*tokens[:index], "--", *tokens[index:]]
+def check_ranks(ranks: int | None) -> int:
+    """How many ranks to start here.
+
+    Raises:
+        LaunchError: none, or more than this machine can be meant to run.
+    """
+    count = 1 if ranks is None else ranks
+    if count < 1:
+        raise LaunchError(f"-n is {count}; a run needs at least one rank")
+    if count > most_ranks():
+        raise LaunchError(
+            f"-n is {count}, expected at most {most_ranks()} on this machine; start ranks on "
+            "several machines with srun, mpirun or torchrun"
+        )
+    return count
+
+
+def most_ranks() -> int:
+    """More would be a slip of the hand: each takes a core, and memory for torch."""
+    return max(_ALWAYS_ALLOWED, _PER_CORE * len(os.sched_getaffinity(0)))
+
+
+def _check_counts(restarts: int, grace: int | None) -> None:
+    if restarts < 0:
+        raise LaunchError(f"--restarts is {restarts}, expected 0 or more")
+    if grace is not None and grace < 0:
+        raise LaunchError(f"--grace is {grace}, expected seconds, 0 or more")
+
+
+def _refuse_in_rank(options: dict[str, object], grace: int | None) -> None:
+    """Refuse what only the launcher of the ranks could do."""
+    given = [name for name, value in options.items() if value]
+    given += ["--grace"] if grace is not None else []
+    if given:
+        raise LaunchError(
+            f"{', '.join(given)} is for ranks that `sapwood run` starts itself, and another "
+            "launcher has started this one; leave it away, and use that launcher's own option"
+        )
 
 
 def _joined(ranks: int | None) -> bool:

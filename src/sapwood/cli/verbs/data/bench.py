@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from sapwood.cli.values import Whole
 from sapwood.cli.words import progress, size
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def bench(
     database: str,
     *,
     name: str | None = None,
-    batch_size: int = 256,
+    batch_size: Whole = 256,
     shuffle: Shuffle = "window",
     policy: Annotated[list[Policy] | None, Parameter(negative="")] = None,
     seconds: float = 3.0,

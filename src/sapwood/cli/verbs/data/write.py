@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from sapwood.cli.process import ending_in_order
+from sapwood.cli.values import Whole
 from sapwood.cli.words import progress, size
 
 __all__ = ["compact", "convert"]
@@ -25,7 +24,7 @@ def convert(
     column: Several = None,
     suffix: Several = None,
     whole: Flag = False,
-    shuffle: int | None = None,
+    shuffle: Whole | None = None,
     force: Flag = False,
 ) -> None:
     """Make an LMDB database of images, arrays or tar files; their bytes are kept as they are.
@@ -59,7 +58,7 @@ def convert(
     """
     from sapwood.data import convert as make
 
-    with _ended_in_order():
+    with ending_in_order():
         made = make(
             source,
             dest,
@@ -96,24 +95,10 @@ def compact(source: str, dest: str, *, force: Flag = False, quick: Flag = False)
     """
     from sapwood.data import compact as make
 
-    with _ended_in_order():
+    with ending_in_order():
         made = make(source, dest, force=force, compare=not quick, phase=progress)
     saved = made.before - made.after
     print(
         f"{made.file}: {made.records} records in {made.databases} databases, {size(made.before)} "
         f"before, {size(made.after)} after ({saved / max(made.before, 1):.1%} less)"
     )
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM clear up as Ctrl-C does."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
