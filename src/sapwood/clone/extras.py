@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from sapwood.clone.schedules import OF_SCHEDULES, is_scheduler
-from sapwood.errors import ConfigError
+from sapwood.errors import CloneError, ConfigError
 from sapwood.runtime.handle import RunHandle
 from sapwood.state.extras import Extras, Stateful, random_state
 from sapwood.state.tensors import named_parameters
@@ -42,42 +42,55 @@ class CloneExtras(Extras):
             ConfigError: ``after_step`` names what is not there.
         """
         super().__init__({**of_run, **shared}, own)
-        self._given = {**shared, **own}
+        self._given = [*shared.items(), *own.items()]
         self._after_step = after_step
-        if isinstance(after_step, str) or not self._given.keys() >= set(after_step or ()):
+        known = {name for name, _ in self._given}
+        if isinstance(after_step, str) or not known >= set(after_step or ()):
             raise ConfigError(
                 f"after_step is {after_step!r}, expected names of shared or own: "
-                f"{', '.join(self._given) or 'there are none'}"
+                f"{', '.join(sorted(known)) or 'there are none'}"
             )
 
-    def late(self, run: RunHandle) -> set[str]:
-        """The names of what the loop changes after ``run.step()``."""
-        if self._after_step is not None:
-            return set(self._after_step)
-        return {
-            name
-            for name, thing in self._given.items()
-            if is_scheduler(thing, run.optimizer) or _copies_weights(thing, run)
-        }
+    def late(self, run: RunHandle) -> tuple[set[int], dict[int, Any]]:
+        """What the loop changes after ``run.step()``, and the states looked at for it, by ``id``.
+
+        Raises:
+            CloneError: something does not give its state.
+        """
+        late: set[int] = set()
+        states: dict[int, Any] = {}
+        for name, thing in self._given:
+            if self._after_step is not None:
+                found = name in self._after_step
+            elif is_scheduler(thing, run.optimizer):
+                found = True
+            else:
+                states[id(thing)] = _state_of(name, thing)
+                found = _copies_weights(states[id(thing)], run)
+            if found:
+                late.add(id(thing))
+        return late, states
 
 
 class StepExtras:
     """The extras of one step: made when it ends, completed when the next one begins."""
 
     def __init__(self, extras: CloneExtras, run: RunHandle, step: int, plain: Any) -> None:
-        """Take what changes from now on; ``plain`` is optimizer state that is not tensors."""
-        self._extras, self._run, self._step, self._plain = extras, run, step, plain
-        self._late = extras.late(run)
-        groups = run.optimizer.param_groups
-        if not self._late:
-            self._taken: Callable[[], Any] | None = extras.take(step, groups, plain)
-            return
-        self._taken = None
+        """Take what changes from now on; ``plain`` is optimizer state that is not tensors.
+
+        Raises:
+            SapwoodError: something does not give its state, or one that cannot be sent.
+        """
+        self._run, self._step = run, step
         self._drawn = random_state()
-        self._plain = _copied(plain)
-        self._groups = [_copied({k: v for k, v in g.items() if k != "params"}) for g in groups]
-        self._shared = self._stand_ins(extras.shared)
-        self._own = self._stand_ins(extras.own)
+        self._late, states = extras.late(run)
+        groups = run.optimizer.param_groups
+        keep = _copied if self._late else _same
+        self._shared = self._stand_ins(extras.shared, states, keep)
+        self._own = self._stand_ins(extras.own, states, keep)
+        self._groups = [keep({k: v for k, v in g.items() if k != "params"}) for g in groups]
+        self._plain = keep(plain)
+        self._taken: Callable[[], Any] | None = None if self._late else self._take()
 
     @property
     def complete(self) -> bool:
@@ -85,21 +98,52 @@ class StepExtras:
         return self._taken is not None
 
     def take(self) -> Callable[[], Any]:
-        """Everything, in the form ``Extras.take`` gives it."""
+        """Everything, in the form ``Extras.take`` gives it.
+
+        Raises:
+            SapwoodError: something does not give its state, or one that cannot be sent.
+        """
         if self._taken is None:
             for group, now in zip(self._groups, self._run.optimizer.param_groups, strict=True):
                 # An optimizer may count in its groups: only what a scheduler sets is newer.
                 group.update({k: _copied(now[k]) for k in _SET_BY_SCHEDULERS if k in now})
-            whole = Extras(self._shared, self._own)
-            self._taken = whole.take(self._step, self._groups, self._plain, drawn=self._drawn)
+            self._taken = self._take()
         return self._taken
 
-    def _stand_ins(self, things: Mapping[str, Stateful]) -> dict[str, Stateful]:
-        """What is late itself, and for all else its state of now."""
-        return {
-            name: thing if name in self._late else _Past(_copied(thing.state_dict()))
-            for name, thing in things.items()
-        }
+    def _take(self) -> Callable[[], Any]:
+        whole = Extras(self._shared, self._own)
+        return whole.take(self._step, self._groups, self._plain, drawn=self._drawn)
+
+    def _stand_ins(
+        self,
+        things: Mapping[str, Stateful],
+        states: Mapping[int, Any],
+        keep: Callable[[Any], Any],
+    ) -> dict[str, Stateful]:
+        """What is late itself, and for all else its state of now, which is asked for once."""
+        found: dict[str, Stateful] = {}
+        for name, thing in things.items():
+            if id(thing) in self._late:
+                found[name] = thing
+            elif id(thing) in states:
+                found[name] = _Past(keep(states[id(thing)]))
+            else:
+                found[name] = _Past(keep(_state_of(name, thing)))
+        return found
+
+
+def _state_of(name: str, thing: Stateful) -> Any:
+    """The state of something of the user's.
+
+    Raises:
+        CloneError: it raised, which must end the fork and not the training.
+    """
+    try:
+        return thing.state_dict()
+    except Exception as error:
+        raise CloneError(
+            f"the state of {name} could not be taken: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _Past:
@@ -113,6 +157,10 @@ class _Past:
 
     def load_state_dict(self, state_dict: Any, /) -> None:
         raise NotImplementedError("this is a copy of a state, with nothing to give another one to")
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _copied(value: Any) -> Any:
@@ -130,10 +178,10 @@ def _copied(value: Any) -> Any:
     return tuple(map(_copied, value)) if isinstance(value, tuple) else value
 
 
-def _copies_weights(thing: Stateful, run: RunHandle) -> bool:
-    """Whether it holds a tensor of the shape of every trained parameter: an average of them."""
+def _copies_weights(state: Any, run: RunHandle) -> bool:
+    """Whether it has a tensor of the shape of every trained parameter: an average of them."""
     trained = Counter(p.shape for p in named_parameters(run.model).values() if p.requires_grad)
-    held = Counter(tensor.shape for tensor in _tensors(thing.state_dict()))
+    held = Counter(tensor.shape for tensor in _tensors(state))
     return bool(trained) and trained <= held
 
 
