@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import sapwood
+from sapwood.clone.extras import CloneExtras, StepExtras
 from sapwood.clone.order import ENV
-from sapwood.errors import ConfigError
+from sapwood.errors import CloneError, ConfigError
 from sapwood.testing import ranks
 from tests.clone.forking import MORE, digest, home_of, order
 
@@ -222,6 +223,29 @@ def test_names_that_are_not_there_are_refused(tmp_path: Path) -> None:
         for wrong in (["ema"], "position"):
             with pytest.raises(ConfigError, match=r"after_step is .*expected names .*position"):
                 run.allow_clones(own={"position": Position()}, after_step=wrong)
+
+
+class Broken(Position):
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("no state today")
+
+
+@pytest.mark.parametrize("after_step", [None, (), ("position",)])
+def test_a_state_that_cannot_be_had_is_the_fork_s_problem(
+    tmp_path: Path, after_step: tuple[str, ...] | None
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sapwood.Run(model, optimizer, folder=tmp_path) as run:
+        extras = CloneExtras({}, {}, {"position": Broken()}, after_step)
+        if after_step:
+            late = StepExtras(extras, run, 1, {})
+            assert not late.complete
+            with pytest.raises(RuntimeError, match="no state today"):
+                late.take()  # whoever calls it when the next step begins takes care
+            return
+        with pytest.raises(CloneError, match="the state of position could not be taken"):
+            StepExtras(extras, run, 1, {})
 
 
 # -- one order, one fork ---------------------------------------------------------------------
