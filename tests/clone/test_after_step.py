@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import sapwood
+from sapwood.clone.extras import CloneExtras, StepExtras
 from sapwood.clone.order import ENV
-from sapwood.errors import ConfigError
+from sapwood.errors import CloneError, ConfigError
 from sapwood.testing import ranks
 from tests.clone.forking import MORE, digest, home_of, order
 
@@ -224,6 +225,29 @@ def test_names_that_are_not_there_are_refused(tmp_path: Path) -> None:
                 run.allow_clones(own={"position": Position()}, after_step=wrong)
 
 
+class Broken(Position):
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("no state today")
+
+
+@pytest.mark.parametrize("after_step", [None, (), ("position",)])
+def test_a_state_that_cannot_be_had_is_the_fork_s_problem(
+    tmp_path: Path, after_step: tuple[str, ...] | None
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sapwood.Run(model, optimizer, folder=tmp_path) as run:
+        extras = CloneExtras({}, {}, {"position": Broken()}, after_step)
+        if after_step:
+            late = StepExtras(extras, run, 1, {})
+            assert not late.complete
+            with pytest.raises(RuntimeError, match="no state today"):
+                late.take()  # whoever calls it when the next step begins takes care
+            return
+        with pytest.raises(CloneError, match="the state of position could not be taken"):
+            StepExtras(extras, run, 1, {})
+
+
 # -- one order, one fork ---------------------------------------------------------------------
 
 
@@ -240,7 +264,7 @@ def receive_and_make_another(folder: Path) -> dict[str, Any]:
     logger = logging.getLogger("sapwood.clone.forked")
     kept = Kept()
     logger.addHandler(kept)
-    loop = Loop(folder, "exponential", by_hand=False)
+    loop = Loop(folder, "exponential", by_hand=True)
     assert loop.run.override("data.seed", 1) == 7
     loop.step()
     other = nn.Linear(6, 2)
@@ -259,11 +283,13 @@ def receive_and_make_another(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_a_second_run_of_a_clone_s_script_is_an_ordinary_one(tmp_path: Path) -> None:
-    with ranks.start(donate, 1, tmp_path, "exponential", False, None, False) as group:
+def test_a_second_run_of_a_clone_s_script_is_an_ordinary_one_and_what_is_not_done_is_said(
+    tmp_path: Path,
+) -> None:
+    with ranks.start(donate, 1, tmp_path, "exponential", True, None, False) as group:
         group.wait_mark("open", rank=0, timeout=60)
         home = home_of(tmp_path)
-        env = order(home, overrides={"data.seed": 7, "data.sed": 8})
+        env = order(home, overrides={"data.seed": 7, "data.sed": 8, "optimizer.lr": 0.5})
         (clone,) = ranks.spawn(receive_and_make_another, 1, tmp_path / "clone", env=env)
         (tmp_path / "stop").touch()
         (outcome,) = group.wait(timeout=60)
@@ -272,7 +298,8 @@ def test_a_second_run_of_a_clone_s_script_is_an_ordinary_one(tmp_path: Path) -> 
     assert clone["parent"] == home.name
     assert clone["again"] is None
     assert clone["environment"] == "", "nor does a process that this one starts"
-    unasked, second = clone["texts"]
+    unasked, unknown, second = clone["texts"]
     assert "data.sed=... has changed nothing so far" in unasked
+    assert "a scheduler was made for this optimizer that this Run does not know" in unknown
     assert f"its run {clone['id']} goes on" in second
     assert "this Run is not a fork" in second

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from sapwood.clone.schedules import OF_SCHEDULES, is_scheduler
-from sapwood.errors import ConfigError
+from sapwood.errors import CloneError, ConfigError
 from sapwood.runtime.handle import RunHandle
 from sapwood.state.extras import Extras, Stateful, Taking
 from sapwood.state.packed import Packed
@@ -42,48 +42,89 @@ class CloneExtras(Extras):
             ConfigError: ``after_step`` names what is not there.
         """
         super().__init__({**of_run, **shared}, own)
-        self._given = {**shared, **own}
+        self._given = [*shared.items(), *own.items()]
         self._after_step = after_step
-        if isinstance(after_step, str) or not self._given.keys() >= set(after_step or ()):
+        known = {name for name, _ in self._given}
+        if isinstance(after_step, str) or not known >= set(after_step or ()):
             raise ConfigError(
                 f"after_step is {after_step!r}, expected names of shared or own: "
-                f"{', '.join(self._given) or 'there are none'}"
+                f"{', '.join(sorted(known)) or 'there are none'}"
             )
 
-    def late(self, run: RunHandle) -> set[str]:
-        """The names of what the loop changes after ``run.step()``."""
-        if self._after_step is not None:
-            return set(self._after_step)
-        return {
-            name
-            for name, thing in self._given.items()
-            if is_scheduler(thing, run.optimizer) or _copies_weights(thing, run)
-        }
+    def late(self, run: RunHandle) -> tuple[set[int], dict[int, Any]]:
+        """What the loop changes after ``run.step()``, and the states looked at for it, by ``id``.
+
+        Raises:
+            CloneError: something does not give its state.
+        """
+        late: set[int] = set()
+        states: dict[int, Any] = {}
+        for name, thing in self._given:
+            if self._after_step is not None:
+                found = name in self._after_step
+            elif is_scheduler(thing, run.optimizer):
+                found = True
+            else:
+                states[id(thing)] = _state_of(name, thing)
+                found = _copies_weights(states[id(thing)], run)
+            if found:
+                late.add(id(thing))
+        return late, states
 
 
 class StepExtras:
     """The extras of one step: made when it ends, completed when the next one begins."""
 
     def __init__(self, extras: CloneExtras, run: RunHandle, step: int, plain: Any) -> None:
-        """Take what changes from now on; ``plain`` is optimizer state that is not tensors."""
-        groups, late = run.optimizer.param_groups, extras.late(run)
+        """Take what changes from now on; ``plain`` is optimizer state that is not tensors.
+
+        Raises:
+            SapwoodError: something does not give its state, or one that cannot be sent.
+        """
         self._run = run
-        self._taking = Taking(extras, step, groups, plain, common=run.group.rank == 0, late=late)
+        late, states = extras.late(run)
+        self._taking = Taking(
+            extras,
+            step,
+            run.optimizer.param_groups,
+            plain,
+            common=run.group.rank == 0,
+            late=late,
+            states=states,
+        )
         self.complete = not late
         """Whether there is nothing to wait for."""
 
     def take(self) -> Callable[[], Packed]:
-        """Everything, in the form ``Extras.take`` gives it."""
+        """Everything, in the form ``Extras.take`` gives it.
+
+        Raises:
+            SapwoodError: something does not give its state, or one that cannot be sent.
+        """
         if self.complete:
             return self._taking.complete()
         # An optimizer may count in its groups: only what a scheduler sets is newer.
         return self._taking.complete(self._run.optimizer.param_groups, _SET_BY_SCHEDULERS)
 
 
-def _copies_weights(thing: Stateful, run: RunHandle) -> bool:
-    """Whether it holds a tensor of the shape of every trained parameter: an average of them."""
+def _state_of(name: str, thing: Stateful) -> Any:
+    """The state of something of the user's.
+
+    Raises:
+        CloneError: it raised, which must end the fork and not the training.
+    """
+    try:
+        return thing.state_dict()
+    except Exception as error:
+        raise CloneError(
+            f"the state of {name} could not be taken: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _copies_weights(state: Any, run: RunHandle) -> bool:
+    """Whether it has a tensor of the shape of every trained parameter: an average of them."""
     trained = Counter(p.shape for p in named_parameters(run.model).values() if p.requires_grad)
-    held = Counter(tensor.shape for tensor in _tensors(thing.state_dict()))
+    held = Counter(tensor.shape for tensor in _tensors(state))
     return bool(trained) and trained <= held
 
 

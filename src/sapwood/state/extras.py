@@ -88,9 +88,12 @@ class Taking:
         plain: Any,
         *,
         common: bool,
-        late: Collection[str] = (),
+        late: Collection[int] = (),
+        states: Mapping[int, Any] | None = None,
     ) -> None:
-        """As ``Extras.take``; ``late`` are names of shared or own things that still change.
+        """As ``Extras.take``; ``late`` are the ids of shared or own things that still change.
+
+        ``states`` has, by id, what was asked for its state already.
 
         Raises:
             CheckpointError: something failed to give its state, or gave one that cannot be kept.
@@ -105,8 +108,10 @@ class Taking:
         self._taken["optimizer",] = shared.take(dict(plain), "the optimizer's state")
         for section, things, by in (("shared", extras.shared, shared), ("own", extras.own, copier)):
             for name, thing in things.items():
-                if name in late:
+                if id(thing) in late:
                     self._late.append((section, name, thing, by))
+                elif states and id(thing) in states:
+                    self._taken[section, name] = by.take(states[id(thing)], name)
                 else:
                     self._taken[section, name] = _state_of(name, thing, by)
 
