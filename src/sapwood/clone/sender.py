@@ -177,6 +177,8 @@ class Sender:
                 if self.failed:
                     return
                 self._send(bucket, parcel)
+        if self.failed:  # stopped, and not complete
+            return
         checks = self._send_checks()
         while self._flight:
             self._settle()
