@@ -58,6 +58,10 @@ class Capture:
         self.extras: Callable[[], dict[str, Any]] = dict
         """Gives what was taken beside the tensors when the step ended."""
         self.metrics: dict[str, float] = {}
+        self.tiers: tuple[str, ...] = ()
+        """Where it is to go."""
+        self.again = False
+        """The step was captured before, for other tiers."""
         self._left = dict.fromkeys(parameters)
         self._done = done
 

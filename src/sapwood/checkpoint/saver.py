@@ -16,12 +16,14 @@ from sapwood.checkpoint.report import CheckpointStats, SaveReport
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings
 from sapwood.checkpoint.timed import TimedSchedule
+from sapwood.checkpoint.turns import Turns
 from sapwood.errors import CheckpointError
 from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.worker import Worker
 from sapwood.state.extras import Extras
 from sapwood.state.shards import ShardPlan
+from sapwood.tiers.metrics import plain_metrics
 from sapwood.tiers.record import CheckpointId
 from sapwood.tiers.spec import TierSpec
 
@@ -50,7 +52,7 @@ class Saver:
         """``metrics`` is looked at when a step is saved; ``stats`` gets a report of each."""
         self._run, self._settings = run, settings
         self._engine, self._pool = engine, pool
-        self._attempt, self._specs = attempt, specs
+        self._attempt, self._turns = attempt, Turns(specs)
         self._extras, self._metrics = extras, metrics
         self._stats, self._on_captured = stats, on_captured
         self._schedule = _make_schedule(run, settings, f"ckpt/{attempt}/due")
@@ -59,8 +61,8 @@ class Saver:
         self._worker = Worker("sapwood-capture")
         self._capture: Capture | None = None
         self._capture_step = 0
-        self._saved = 0
         self._latest = -1
+        self._handed: frozenset[str] = frozenset()  # the tiers the latest was captured for
         self._trusted = False
         self._stuck = False
         self._failure: Exception | None = None
@@ -73,19 +75,27 @@ class Saver:
         """Begin after the step the run is at, whose state may have just been restored."""
         self._trusted = False
         self._disarm()
+        self._turns.start()
         self._schedule.start(self._run.step_count)
         self._arm(self._run.step_count + 1)
 
-    def save(self, step: int, timeout: float | None = None) -> SaveReport:
+    def save(
+        self, step: int, timeout: float | None = None, *, everywhere: bool = False
+    ) -> SaveReport:
         """Capture the step that has just ended; if it was due, that was done already.
 
         Waits at most ``timeout`` seconds for staging memory, by default ``drain_timeout``.
+        ``everywhere``: for every tier, also those whose turn it is not.
 
         Raises:
             CheckpointError: no staging memory became free in time, or copying failed.
         """
         seconds = self._settings.drain_timeout if timeout is None else timeout
-        if step != self._latest:
+        self._turns.come(step)
+        tiers, again = self._turns.tiers(everywhere=everywhere), step == self._latest
+        if again:
+            tiers = tuple(tier for tier in tiers if tier not in self._handed)
+        if tiers or not again:
             self._disarm()
             capture = self._begin_within(step, seconds)
             if capture is None:
@@ -93,7 +103,7 @@ class Saver:
                     f"step {step} is not saved: earlier checkpoints were not written in "
                     f"{seconds:.3g} s; see the tiers' warnings, or save less often"
                 )
-            self._end(capture, step)
+            self._end(capture, step, tiers, again=again)
             self._arm(step + 1)
         self._worker.drain(seconds)
         self._raise_failure()
@@ -140,6 +150,8 @@ class Saver:
         latest = self._stats.saves[-1] if self._stats.saves else None
         waited = self._run.fence_wait(OWNER)
         self.pace.step_ended(latest, saved=capture is not None, waited=waited)
+        if self._schedule.due == event.step:
+            self._turns.come(event.step)
         if capture is not None and self._capture_step == event.step:
             self._finish(capture, event.step)
         elif self._schedule.due == event.step:
@@ -203,7 +215,7 @@ class Saver:
             capture = fresh
         self._trusted = True
         self._schedule.saved(step, at_least=self.pace.interval())
-        self._end(capture, step)
+        self._end(capture, step, self._turns.tiers())
 
     def _save_late(self, step: int) -> None:
         """No staging memory was free when the step began: wait for some, but not for ever."""
@@ -222,9 +234,16 @@ class Saver:
         )
         self._schedule.saved(step)
 
-    def _end(self, capture: Capture, step: int) -> None:
-        """The step's state is complete: take what is small at once, and let the capture end."""
+    def _end(
+        self, capture: Capture, step: int, tiers: tuple[str, ...], *, again: bool = False
+    ) -> None:
+        """The step's state is complete: take what is small at once, and let the capture end.
+
+        ``again``: it was captured before, for other tiers than these.
+        """
+        self._handed = self._handed.union(tiers) if again else frozenset(tiers)
         self._latest = step
+        capture.tiers, capture.again = tiers, again
         start = time.perf_counter()
         try:
             capture.metrics = dict(self._metrics)
@@ -267,7 +286,8 @@ class Saver:
             self._latest = -1  # it may be tried again
             self._pool.give_back(capture.staging.number)
             return
-        report = SaveReport(
+        known = self._stats.of(job.id) if capture.again else None
+        report = known or SaveReport(
             id=job.id,
             mode=capture.mode,
             nbytes=capture.staging.arena.nbytes,
@@ -276,17 +296,17 @@ class Saver:
         )
         report.preparation_seconds = capture.copy_seconds
         report.blocking_seconds = capture.blocking_seconds
-        self._stats.saves.append(report)
-        self._saved += 1
+        if known is None:
+            self._stats.saves.append(report)
         try:
             self._engine.submit(job)
-            if self._on_captured is not None:
+            if self._on_captured is not None and known is None:
                 self._on_captured(report)
         except Exception as error:
             self._failure = self._failure or error
 
     def _job(self, capture: Capture, step: int, plan: ShardPlan) -> Job:
-        extras: dict[str, Any] = {**capture.extras(), "metrics": capture.metrics}
+        extras: dict[str, Any] = {**capture.extras(), "metrics": plain_metrics(capture.metrics)}
         return Job(
             id=CheckpointId(step, self._attempt),
             rank=self._run.group.rank,
@@ -294,7 +314,7 @@ class Saver:
             plan=plan,
             created=time.time(),
             extras=extras,
-            tiers=tuple(s.kind for s in self._specs if self._saved % s.every == 0),
+            tiers=capture.tiers,
         )
 
 
