@@ -9,7 +9,7 @@ from typing import Any
 
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog
-from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal, unseal
+from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal_json, unseal
 from sapwood.tiers.record import CheckpointId, ShardRecord
 
 __all__ = ["MANIFEST", "Manifest", "check_agreement", "join"]
@@ -45,7 +45,7 @@ class Manifest:
             "algorithm": self.algorithm,
             "records": list(self.records),
         }
-        return seal(json.dumps(body, indent=1).encode(), self.algorithm)
+        return seal_json(json.dumps(body, indent=1).encode(), self.algorithm)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> Manifest:
