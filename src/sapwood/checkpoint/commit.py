@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sapwood.errors import SapwoodError
 from sapwood.runtime.group import Group
@@ -101,12 +101,15 @@ class Commit:
                 if self._closed:
                     return
                 waiting = list(self._waiting)
-            found = [one for one in waiting if self._is_whole(*one)]
+            # From the newest: one that becomes whole meanwhile was so before those behind it.
+            found = [one for one in reversed(waiting) if self._is_whole(*one)][::-1]
             for id, tier in found:
                 self._tell(id, tier)
             pause = _FIRST_PAUSE if found else min(pause * 1.5, _LAST_PAUSE)
             with self._changed:
-                self._waiting = [one for one in self._waiting if one not in found]
+                self._waiting = [
+                    one for one in self._waiting if one not in found and not _passed(one, found)
+                ]
                 self._changed.notify_all()
                 if self._waiting:
                     self._changed.wait(pause)
@@ -125,3 +128,12 @@ class Commit:
         except Exception:
             # A user's callback must not end the thread that others depend on.
             log.exception("on_durable raised for checkpoint %s", id)
+
+
+def _passed(one: tuple[CheckpointId, str], found: Sequence[tuple[CheckpointId, str]]) -> bool:
+    """Whether a newer checkpoint is whole in the tier: this one lacks a shard that failed.
+
+    Every rank's shards come to a tier one after the other.
+    """
+    id, tier = one
+    return any(tier == other and id.step < newer.step for newer, other in found)
