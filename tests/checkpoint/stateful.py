@@ -44,9 +44,8 @@ def same_value(left: Any, right: Any) -> bool:
         raw = [t.reshape(-1).view(torch.uint8) for t in plain]
         return facts[0] == facts[1] and torch.equal(*raw)
     if isinstance(left, np.ndarray | np.generic):
-        facts = [
-            (a.dtype, a.dtype.str, a.shape, np.isfortran(np.asarray(a))) for a in (left, right)
-        ]
+        both = [np.asarray(left), np.asarray(right)]
+        facts = [(a.dtype, a.dtype.str, a.shape, np.isfortran(a)) for a in both]
         # A long double has bytes that mean nothing.
         same = left == right if left.dtype.char == "g" else left.tobytes() == right.tobytes()
         return facts[0] == facts[1] and bool(same)

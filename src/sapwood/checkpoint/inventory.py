@@ -191,18 +191,24 @@ def _look_at_damage(
     found: _Found, tier: Tier, id: CheckpointId, ranks: Sequence[int], *, moved: bool
 ) -> None:
     """A checkpoint that cannot be read still says of which branch it is, if a record is left."""
-    created = None
-    for rank in ranks if isinstance(tier, Recorded) else ():
+    record = _record_alone(tier, id, ranks) if isinstance(tier, Recorded) else None
+    if record is not None:
+        found.learn(record)
+    created = None if record is None else record.created
+    found.damaged.append((id.step, id.attempt, created, moved))
+
+
+def _record_alone(tier: Recorded, id: CheckpointId, ranks: Sequence[int]) -> ShardRecord | None:
+    """The first record that can be read where no shard can."""
+    for rank in ranks:
         try:
             record = tier.record(Stored(id, rank))
         except Exception as error:
-            log.debug("%s, checkpoint %s: %s", tier.name, id, error)
+            log.debug("checkpoint %s, shard %d: %s", id, rank, error)
             continue
         if record.id == id:
-            found.learn(record)
-            created = record.created
-            break
-    found.damaged.append((id.step, id.attempt, created, moved))
+            return record
+    return None
 
 
 def _by_id(stored: Iterable[Stored]) -> dict[CheckpointId, list[int]]:

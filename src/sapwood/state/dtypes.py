@@ -59,4 +59,5 @@ def read_dtype(described: Any) -> _Dtype:
         "offsets": described["offsets"],
         "itemsize": described["itemsize"],
     }
-    return np.dtype(fields, align=bool(described["aligned"]))
+    found: _Dtype = np.dtype(fields, align=bool(described["aligned"]))
+    return found

@@ -152,7 +152,9 @@ def _encoded(
 ) -> Packed:
     """What was taken and ``drawn``, the random state, which does not change and could wait."""
     copier = Copier()
-    entries = {("random", n): copier.take(v, "random state") for n, v in drawn.items()}
+    entries: dict[tuple[str, ...], Any] = {}
+    for name, state in drawn.items():
+        entries["random", name] = copier.take(state, "random state")
     entries |= {path: v for path, v in taken.items() if common or path[0] in ("groups", "own")}
     found = pack(entries, (*copier.blobs, *blobs))
     extras = {"step": step, "optimizer": {}, "shared": {}, "own": {}, **found.extras}

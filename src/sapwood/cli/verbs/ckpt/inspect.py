@@ -71,7 +71,7 @@ def _show(found: Checkpoint, record: ShardRecord, chosen: Sequence[Entry]) -> No
     if lineage is not None:
         whence = "from scratch" if lineage.parent is None else f"restored from {lineage.parent}"
         word = f"run {lineage.run}, attempt {found.id.attempt}, {whence}; branch: {found.branch}"
-        out.print(word, markup=False)
+        out.print(word, markup=False, soft_wrap=True)
     for part in (_tensor_table(chosen), _file_table(record), _shard_table(found)):
         out.print()
         out.print(part)
