@@ -177,15 +177,12 @@ class BlobFile:
             self._writer = None
             with suppress(OSError):
                 self._draft.unlink()
-            with suppress(OSError):  # others' blobs are in it
-                self._home.rmdir()
 
     def _forget(self) -> None:
         """Remove data that has no record, neither this one nor that of an older blob."""
         with suppress(OSError):
             if not (self._home / f"{self._name}.json").exists():
                 (self._home / f"{self._name}.bin").unlink()
-                self._home.rmdir()
 
 
 @dataclass(frozen=True)
