@@ -56,11 +56,56 @@ def test_prune_never_takes_the_newest_whole_one(capsys):
 
 def test_prune_by_metric_wants_to_know_which_way(capsys):
     save("ckpts", 5)
-    assert "--lower or --higher" in refused(capsys, "prune", "--best", "loss")
+    assert "say --lower or --higher" in refused(capsys, "prune", "--best", "score")
+    assert "--lower or --higher" in refused(capsys, "prune", "--best", "acc_loss")
+    both = ("--best", "loss", "--lower", "--higher")
+    assert "either --lower or --higher" in refused(capsys, "prune", *both)
     assert "say what to keep" in refused(capsys, "prune")
     assert "belong to --best" in refused(capsys, "prune", "--lower", "--last", "1")
     assert "--spaced is 'soon'" in refused(capsys, "prune", "--spaced", "soon")
     assert "--older is '-1h'" in refused(capsys, "repair", "--older=-1h")
+
+
+def test_prune_keeps_the_best_and_the_newest_as_documented(trained, capsys):
+    told(capsys, "prune", "--last", "1", "--best", "loss", "--yes")
+    assert steps(capsys) == [2, 3]
+
+
+def test_prune_by_a_metric_that_nobody_saved_is_an_error(trained, capsys):
+    text = refused(capsys, "prune", "--best", "lsos", "--lower", "--yes")
+    assert "no checkpoint here has that metric; there is loss" in text
+    assert steps(capsys) == [1, 2, 3]
+
+
+def test_prune_verifies_what_stays_before_anything_goes(capsys):
+    save("ckpts", 5, 10, 15, 20)
+    for step in (15, 20):
+        flip(Path("ckpts", name(step), "shard-1.bin"), 3)
+    text = told(capsys, "prune", "--last", "1", "--yes", code=1)
+    assert f"{name(20)} is damaged" in text
+    assert f"{name(15)} is damaged" in text
+    assert "do not match their checksum" in text
+    assert steps(capsys) == [10, 15, 20]
+    told(capsys, "verify", "10")
+    told(capsys, "prune", "--last", "1", "--yes", code=1)
+    assert steps(capsys) == [10, 15, 20]
+
+
+def test_prune_removes_nothing_where_nothing_is_sound(capsys):
+    save("ckpts", 5, 10)
+    for step in (5, 10):
+        flip(Path("ckpts", name(step), "shard-0.bin"), 3)
+    told(capsys, "prune", "--last", "1", "--yes", code=1)
+    assert steps(capsys) == [5, 10]
+
+
+def test_prune_needs_one_sound_copy_of_each_shard(capsys):
+    save("ckpts", 5, 10)
+    save("ckpts/nodes/n0", 10)
+    flip(Path("ckpts", name(10), "shard-0.bin"), 3)
+    flip(Path("ckpts/nodes/n0", name(10), "shard-1.bin"), 3)
+    told(capsys, "prune", "--last", "1", "--yes")
+    assert steps(capsys) == [10]
 
 
 # -- repair --------------------------------------------------------------------------------
@@ -144,7 +189,53 @@ def test_repair_never_copies_from_a_damaged_place(capsys):
     save("other", 5)
     for place in ("ckpts", "other"):
         flip(Path(place, name(5), "shard-0.bin"), 3)
-    assert "nothing to do" in told(capsys, "repair", "--from", "other", "--yes")
+    text = told(capsys, "repair", "--from", "other", "--yes", code=1)
+    assert f"beyond repair: {name(5)}: shard 0 is damaged" in text
+    assert "nothing can be done" in text
+
+
+def test_repair_says_what_is_beyond_repair(capsys):
+    save("ckpts", 5, 10, 15)
+    flip(Path("ckpts", name(5), "shard-1.bin"), 3)
+    Path("ckpts", name(10), "shard-0.json").unlink()
+    text = told(capsys, "repair", code=1)
+    assert f"beyond repair: {name(5)}: shard 1 is damaged; in local ckpts: " in text
+    assert f"beyond repair: {name(10)}: shard 0 is missing" in text
+    assert "--from" in text
+    # They go only when asked to, and only behind one that is sound.
+    text = told(capsys, "repair", "--incomplete", "--yes")
+    assert f"remove {name(5)} from local ckpts (damaged)" in text
+    assert steps(capsys) == [15]
+    flip(Path("ckpts", name(15), "shard-0.bin"), 3)
+    save("ckpts", 10, ranks=[0])
+    told(capsys, "repair", "--incomplete", "--yes", code=1)
+    assert steps(capsys) == [10, 15]
+
+
+def test_repair_mends_one_copy_from_another_in_the_same_place(capsys):
+    tier = ExternalTier(Path("ckpts"))
+    for rank in range(WORLD):
+        tier.put(*shard(5, rank, WORLD))
+    save("ckpts/nodes/n0", 5)
+    flip(Path("ckpts", name(5), "model.safetensors"), 5000)
+    flip(Path("ckpts/nodes/n0", name(5), "shard-1.bin"), 3)
+    told(capsys, "verify", code=1)
+    told(capsys, "repair", "--yes")
+    assert "all sound" in told(capsys, "verify")
+
+
+def test_repair_writes_a_manifest_anew(capsys):
+    tier = ExternalTier(Path("ckpts"))
+    for step in (5, 10):
+        for rank in range(WORLD):
+            tier.put(*shard(step, rank, WORLD))
+    flip(Path("ckpts", name(5), "manifest.json"), 40)
+    Path("ckpts", name(10), "manifest.json").unlink()
+    told(capsys, "verify", code=1)
+    text = told(capsys, "repair", "--yes")
+    assert f"write the manifest of {name(5)}" in text
+    assert "all sound" in told(capsys, "verify")
+    assert "nothing to do" in told(capsys, "repair")
 
 
 def test_shards_that_are_stored_sparingly_are_read_and_mended(capsys):
@@ -163,7 +254,8 @@ def test_shards_that_are_stored_sparingly_are_read_and_mended(capsys):
         name(5),
         name(10),
     }
-    told(capsys, "repair", "scratch", "--from", "ckpts", "--yes")
+    text = told(capsys, "repair", "scratch", "--from", "ckpts", "--yes", code=1)
+    assert f"beyond repair: {name(10)}" in text
     told(capsys, "verify", "scratch/5")
     told(capsys, "verify", "scratch/10", code=1)
     assert not list(Path("scratch").rglob("*.safetensors"))
@@ -179,8 +271,8 @@ def test_repair_fetches_a_newer_whole_one(capsys):
 def test_incomplete_ones_go_only_when_asked_and_only_behind_a_whole_one(capsys):
     save("ckpts", 5, 15, ranks=[0])
     save("ckpts", 10)
-    assert "nothing to do" in told(capsys, "repair")
-    told(capsys, "repair", "--incomplete", "--yes")
+    assert "nothing can be done" in told(capsys, "repair", code=1)
+    told(capsys, "repair", "--incomplete", "--yes", code=1)  # 15 is lost, and the newest
     assert steps(capsys) == [10, 15]
 
 
@@ -201,7 +293,8 @@ def test_repair_finishes_and_mends_assembled_checkpoints(capsys):
     assert "optimizer.safetensors" in damages[1]["problem"]
     states = [row["state"] for row in ask(capsys, "ls")]
     assert states == ["whole", "whole, not published", "shard 1 missing"]
-    told(capsys, "repair", "--from", "scratch", "--yes")
+    text = told(capsys, "repair", "--from", "scratch", "--yes")
+    assert f"left alone: {name(15)} is not finished: shard 1 is missing" in text
     assert [r["state"] for r in ask(capsys, "ls")] == ["whole", "whole", "shard 1 missing"]
     told(capsys, "verify", "5", "10")
 

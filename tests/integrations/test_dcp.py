@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import json
 import os
 import time
 from dataclasses import replace
@@ -14,14 +16,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from sapwood.errors import ConfigError
 from sapwood.integrations.dcp import SapwoodReader, SapwoodWriter
 from sapwood.integrations.dcp.manifest import Manifest
 from sapwood.testing import faults
-from sapwood.tiers.digest import digest
+from sapwood.tiers.digest import digest, seal, unseal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -94,6 +97,74 @@ def test_checkpoint_id_names_the_place():
     dcp.load(found, checkpoint_id="other", storage_reader=SapwoodReader("ckpts"))
     assert is_state(found, 1.0)
     assert not Path("ckpts").exists()
+
+
+def test_metadata_keeps_its_version_and_where_it_is_of():
+    # As torch's own suite asks of its reader and writer (test_planner, test_fsspec).
+    writer, reader = SapwoodWriter("ckpts"), SapwoodReader("ckpts")
+    dcp.save(state(1.0), storage_writer=writer)
+    metadata = reader.read_metadata()
+    assert metadata.version == CURRENT_DCP_VERSION
+    meta = metadata.storage_meta
+    assert meta is not None
+    assert str(meta.checkpoint_id) == "ckpts"
+    assert meta.save_id == writer.save_id
+    assert meta.load_id == reader.load_id
+    planner = DefaultLoadPlanner()
+    dcp.load(blank(), storage_reader=SapwoodReader("ckpts"), planner=planner)
+    assert planner.metadata is not None
+    assert planner.metadata.version == CURRENT_DCP_VERSION
+
+
+def test_a_reset_begins_another_save_or_load():
+    class Planner(DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, **rest: Any) -> None:
+            seen.append(storage_meta.save_id)
+            super().set_up_planner(state_dict, storage_meta, **rest)
+
+    seen: list[str] = []
+    writer, reader = SapwoodWriter("ckpts"), SapwoodReader("ckpts")
+    for value in (1.0, 2.0):
+        dcp.save(state(value), checkpoint_id="ckpts", storage_writer=writer, planner=Planner())
+    names = ("dcp-00000001", "dcp-00000002")
+    metas = [SapwoodReader("ckpts", save=name).read_metadata().storage_meta for name in names]
+    assert [meta.save_id for meta in metas if meta] == seen
+    assert len(set(seen)) == 2
+    before = reader.load_id
+    reader.reset()
+    assert reader.load_id != before
+
+
+def test_metadata_of_saves_by_earlier_versions_is_read():
+    save(1.0)
+    path = only_save() / "manifest.json"
+    body = json.loads(unseal(path.read_bytes(), "manifest"))
+    for name in ("version", "storage"):
+        del body[name]
+    path.write_bytes(seal(json.dumps(body, separators=(",", ":")).encode()))
+    assert is_state(load(), 1.0)
+    metadata = SapwoodReader("ckpts").read_metadata()
+    assert metadata.version is None
+    assert metadata.storage_meta is not None
+
+
+def test_a_save_on_a_full_disk_leaves_nothing_behind():
+    save(1.0)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for name in ("bin", "manifest.json"):
+
+        def fail(op: str, path: Path, name: str = name, **_: Any) -> None:
+            if op == "write" and name in path.name:
+                raise full
+
+        with (
+            faults.inject("files", fail, at=None),
+            pytest.raises(CheckpointException, match="No space left on device"),
+        ):
+            save(2.0)
+        assert [p.name for p in Path("ckpts").glob("dcp-*")] == ["dcp-00000001"]
+        assert not list(Path("ckpts/incoming").iterdir())
+    assert is_state(load(), 1.0)
 
 
 def test_a_model_and_its_optimizer_go_on_where_they_were():

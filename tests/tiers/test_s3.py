@@ -23,8 +23,10 @@ from sapwood.runtime.faults import ENV
 from sapwood.state.shards import Shard
 from sapwood.testing import faults, ranks, seaweed
 from sapwood.tiers.base import Stored, verify
+from sapwood.tiers.digest import digest
 from sapwood.tiers.leftovers import Stale
 from sapwood.tiers.make import make_tiers
+from sapwood.tiers.manifest import Manifest
 from sapwood.tiers.record import CheckpointId, describe
 from sapwood.tiers.s3 import S3Tier, parts, upload
 from sapwood.tiers.s3.multipart import Multipart
@@ -70,8 +72,14 @@ def expected(step: int, world: int, sizes: dict[str, int]) -> dict[str, dict[str
 
 
 def check_files(store: Objects, id: CheckpointId, world: int, sizes: dict[str, int]) -> None:
-    manifest = json.loads(store.get(f"{id.folder}/manifest.json"))
+    content = store.get(f"{id.folder}/manifest.json")
+    manifest = json.loads(content)
     assert (manifest["step"], manifest["world"]) == (id.step, world)
+    told = Manifest.decode(content, "manifest")  # the same as in a folder
+    names = store.names(id.folder)
+    for rank, mark in enumerate(told.records):
+        if (name := f"{id.folder}/shard-{rank}.json") in names:  # a drop takes them first
+            assert digest(store.get(name)) == mark
     wanted = expected(id.step, world, sizes)
     assert set(manifest["files"]) == {f"{file}.safetensors" for file in wanted}
     for file, tensors in wanted.items():
@@ -449,6 +457,45 @@ def test_damage_to_a_published_file_is_found(weed: seaweed.Server, place: str, a
     assert here.publish(ID)
     check_files(store, ID, 2, {})
     assert not bins(store)
+
+
+def test_damage_to_a_manifest_is_found_and_mended(weed: seaweed.Server, place: str) -> None:
+    here, store = tier(weed, place), objects(weed, place)
+    for rank in range(2):
+        here.put(*shard(7, rank, 2))
+    name = f"{ID.folder}/manifest.json"
+    good = store.get(name)
+    bad = good.replace(b'"step": 7', b'"step": 6')
+    assert bad != good
+    store.put(name, bad)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        here.verify_files(ID)
+    assert here.publish(ID)
+    assert store.get(name) == good
+    store.delete([name])
+    with pytest.raises(CheckpointError, match="is missing"):
+        here.verify_files(ID)
+
+
+def test_manifests_of_earlier_versions_are_read(weed: seaweed.Server, place: str) -> None:
+    here, store = tier(weed, place), objects(weed, place)
+    for rank in range(2):
+        here.put(*shard(7, rank, 2))
+    name = f"{ID.folder}/manifest.json"
+    new = json.loads(store.get(name))
+    kept = {key: new[key] for key in ("format", "step", "attempt", "world", "files")}
+    earlier = {**kept, "shards": ["shard-0.json", "shard-1.json"]}
+    store.put(name, json.dumps(earlier, indent=1).encode())
+    assert here.verify_files(ID)
+    for rank in range(2):
+        assert verify_all(here, Stored(ID, rank))
+    # What an engine that died left beside the files still goes.
+    store.put(f"{ID.folder}/shard-0.bin", b"left")
+    time.sleep(1.1)  # the server's clock counts whole seconds
+    store.put(name, json.dumps(earlier, indent=1).encode())
+    here.clear(Stale(attempt="ffff00", step=9, quiet=0.0))
+    assert not bins(store)
+    assert here.verify_files(ID)
 
 
 def test_a_server_that_hangs(weed: seaweed.Server, place: str) -> None:

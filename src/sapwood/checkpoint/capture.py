@@ -60,6 +60,10 @@ class Capture:
         """Encodes what was taken beside the tensors when the step ended."""
         self.report: SaveReport | None = None
         """Of the checkpoint; made when the step ended."""
+        self.tiers: tuple[str, ...] = ()
+        """Where it is to go."""
+        self.again = False
+        """The step was captured before, for other tiers."""
         self._left = dict.fromkeys(parameters)
         self._done = done
 

@@ -110,9 +110,8 @@ class Checkpointer:
         self._failures = Failures(self.stats, self.settings.max_failures)
         self._outcomes = Outcomes(run, name, self.stats, self._failures, on_durable, leads=leads)
         self._engine = self._start_engine()
-        self._attempt = self._first_attempt()
-        if leads:
-            self._outcomes.pruners = self._make_pruners(retention)
+        self._attempt = self._outcomes.attempt = self._first_attempt()
+        self._make_pruners(retention, leads=leads)
         single = self.settings.mode == "single"
         self._pool = StagingPool(run, self._engine, single=single)
         self._extras = Extras({**run_state(run), **(shared or {})}, own or {})
@@ -174,16 +173,23 @@ class Checkpointer:
         else:
             self._outcomes.heard(progress)
 
-    def _make_pruners(self, retention: Policy | None) -> dict[str, Pruner]:
-        """For the tiers this rank looks after: its node's, and on rank 0 those all nodes share."""
+    def _make_pruners(self, retention: Policy | None, *, leads: bool) -> None:
+        """For the tiers this rank looks after: its node's, and on rank 0 those all nodes share.
+
+        When one is full, whoever looks after the engine that finds it so may make room.
+        """
+        if not leads and self.settings.engine != "sync":
+            return
+        rank = self._run.group.rank
         policy = retention or (None if self.settings.keep is None else last(self.settings.keep))
-        if policy is None:
-            return {}
-        return {
+        pruners = {
             tier.name: Pruner(tier, policy, lambda id, name: self._engine.drop(id, (name,)))
             for tier in make_tiers(self.specs, self._nodes)
-            if tier.name != "memory" and (tier.name not in SHARED or self._run.group.rank == 0)
+            if tier.name != "memory"
         }
+        self._outcomes.room_makers = pruners
+        mine = {name: p for name, p in pruners.items() if name not in SHARED or not rank}
+        self._outcomes.pruners = mine if leads else {}
 
     def save(self, metrics: Mapping[str, float] | None = None) -> SaveReport:
         """Take a checkpoint of the step that has just ended; all ranks must call it.
@@ -293,7 +299,7 @@ class Checkpointer:
             self._engine.mend(about.id)
         run.resume_at(about.id.step)
         known = loaded.branches
-        self._attempt = begin_attempt(
+        self._attempt = self._outcomes.attempt = begin_attempt(
             run.group,
             run.id,
             restored=about.id,
@@ -341,7 +347,7 @@ class Checkpointer:
             CheckpointError: it is not durable anywhere but in memory.
         """
         self._deadline = event.deadline
-        report = self._saver.save(event.step, timeout=self._patience())
+        report = self._saver.save(event.step, timeout=self._patience(), everywhere=True)
         done = self._engine.drain(self._patience())
         lasting = [tier for tier in report.durable if tier != "memory"]
         if not done or report.failed:

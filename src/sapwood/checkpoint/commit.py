@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from sapwood.checkpoint.order import Order
 from sapwood.errors import SapwoodError
 from sapwood.runtime.group import Group
 from sapwood.tiers.record import CheckpointId
@@ -40,6 +41,7 @@ class Commit:
         self._on_whole = on_whole
         self._watches = watches
         self._waiting: list[tuple[CheckpointId, str]] = []
+        self._order = Order()
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -89,6 +91,7 @@ class Commit:
 
     def _watch(self, id: CheckpointId, tier: str) -> None:
         with self._changed:
+            self._order.come(id)
             self._waiting.append((id, tier))
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -105,12 +108,17 @@ class Commit:
                 if self._closed:
                     return
                 waiting = list(self._waiting)
-            found = [one for one in waiting if self._is_whole(*one)]
+            # From the newest: one that becomes whole meanwhile was so before those behind it.
+            found = [one for one in reversed(waiting) if self._is_whole(*one)][::-1]
             for id, tier in found:
                 self._tell(id, tier)
             pause = _FIRST_PAUSE if found else min(pause * 1.5, _LAST_PAUSE)
             with self._changed:
-                self._waiting = [one for one in self._waiting if one not in found]
+                self._waiting = [
+                    one
+                    for one in self._waiting
+                    if one not in found and not self._passed(one, found)
+                ]
                 self._changed.notify_all()
                 if self._waiting:
                     self._changed.wait(pause)
@@ -122,6 +130,16 @@ class Commit:
             return self._group.store.has(f"{self._key(id, tier)}/whole")
         except (SapwoodError, RuntimeError):
             return False
+
+    def _passed(
+        self, one: tuple[CheckpointId, str], found: Sequence[tuple[CheckpointId, str]]
+    ) -> bool:
+        """Whether a newer checkpoint is whole in the tier: this one lacks a shard that failed.
+
+        Every rank's shards come to a tier one after the other.
+        """
+        id, tier = one
+        return any(tier == other and self._order.before(id, newer) for newer, other in found)
 
     def _tell(self, id: CheckpointId, tier: str) -> None:
         try:

@@ -4,21 +4,26 @@ What runs that were killed in mid-save left unfinished goes as well, if it is of
 no later step than the newest whole checkpoint of this one, and was not touched for an hour: two
 runs may be writing to one place, and what either still writes to is not for the other to judge.
 ``tiers.leftovers`` has the rule in full.
+
+A tier that is full is the exception: nothing newer can become whole there, so what the next one
+would replace goes before it, down to the newest that is whole.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
 
-from sapwood.checkpoint.retention import Policy, Saved, to_drop
+from sapwood.checkpoint.retention import Policy, Saved, any_of, last, to_drop
 from sapwood.errors import SapwoodError
 from sapwood.tiers.base import Stored, Tier, open_checked
 from sapwood.tiers.identity import root_of
 from sapwood.tiers.leftovers import QUIET_SECONDS, Clearable, Stale
+from sapwood.tiers.metrics import metrics_of
 from sapwood.tiers.record import CheckpointId, Lineage
 from sapwood.tiers.spec import SHARED
 
@@ -37,14 +42,15 @@ class Pruner:
     def __init__(
         self,
         tier: Tier,
-        policy: Policy,
+        policy: Policy | None,
         drop: Callable[[CheckpointId, str], None],
         *,
         quiet: float = QUIET_SECONDS,
     ) -> None:
         """``drop`` removes a checkpoint from the tier of that name, in the background.
 
-        What is unfinished and has not changed for ``quiet`` seconds counts as left by the dead.
+        Without a ``policy`` all that are whole stay. What is unfinished and has not changed for
+        ``quiet`` seconds counts as left by the dead.
         """
         self._tier = tier
         self._policy = policy
@@ -53,6 +59,9 @@ class Pruner:
         self._cleared = -math.inf
         self._saved: dict[CheckpointId, Saved] | None = None
         self._root = ""
+        self._strange: set[CheckpointId] = set()  # those that were named
+        self._whole: set[CheckpointId] = set()  # those of which it is certain
+        self._lock = threading.RLock()  # room is wanted on another thread than wholes are told
 
     def whole(
         self,
@@ -62,17 +71,76 @@ class Pruner:
         lineage: Lineage | None = None,
     ) -> None:
         """A new checkpoint is whole in the tier: what is no longer needed can go."""
-        if self._saved is None or self._root != root_of(lineage):
-            self._root = root_of(lineage)
-            self._saved = self._ours(id, lineage)
-        self._saved[id] = Saved(id=id, created=created, metrics=metrics, lineage=lineage)
+        with self._lock:
+            self._whole.add(id)
+            if self._policy is not None:
+                if self._saved is None or self._root != root_of(lineage):
+                    self._root = root_of(lineage)
+                    self._saved = self._ours(id, lineage)
+                self._saved[id] = Saved(id=id, created=created, metrics=metrics, lineage=lineage)
+                for gone in self._going(self._saved.values(), id, self._policy):
+                    self._let_go(gone)
+        self._clear(id)
+
+    def make_room(self, id: CheckpointId, lineage: Lineage | None = None) -> None:
+        """There is no room for a checkpoint: the oldest of those goes that it would replace.
+
+        Never the newest of its branch that is known to be whole, which may be all there is for a
+        while, and nothing of another training.
+        """
+        if self._policy is None:
+            return
+        with self._lock:
+            # Not what was known: whoever else is short of room may have removed some.
+            ours = self._ours(id, lineage).values()
+            saved = [s for s in ours if s.id in self._whole and s.id != id]
+            coming = Saved(id=id, created=time.time(), lineage=lineage)
+            keep = any_of(self._policy, last(2))  # the one to come, and the newest before it
+            for gone in self._going([*saved, coming], id, keep)[:1]:
+                name = self._tier.name
+                log.warning("tier %s has no room for %s: %s goes at once", name, id, gone)
+                self._let_go(gone)
+
+    def discard(self, ids: Sequence[CheckpointId], lineage: Lineage | None = None) -> None:
+        """Remove checkpoints that nobody has heard of as whole, unless all their shards are there.
+
+        A newer one of ``lineage`` is whole, so that nobody writes to them any more. This training
+        began them: those that cannot be read are its own.
+        """
+        if not ids:
+            return
+        with self._lock:
+            ranks = self._ranks()
+            strange = [id for id in ids if not self._discard(id, ranks.get(id, ()), lineage)]
+            self._say_strange(strange)
+
+    def _discard(self, id: CheckpointId, ranks: Sequence[int], lineage: Lineage | None) -> bool:
+        """False if another training's checkpoint is there, which stays."""
+        saved, complete = Saved(id=id, created=0.0, lineage=lineage), bool(ranks)
+        if ranks:
+            with suppress(SapwoodError):  # damaged: old, and without a merit of its own
+                saved, complete = self._read(id, ranks)
+        if root_of(saved.lineage) != root_of(lineage):
+            return False
+        if not complete or id not in self._whole:
+            self._let_go(id)
+        elif self._saved is not None and self._root == root_of(lineage):
+            self._saved[id] = saved
+        return True
+
+    def _going(
+        self, saved: Iterable[Saved], id: CheckpointId, policy: Policy
+    ) -> list[CheckpointId]:
+        """What need not be kept once ``id`` is whole, oldest first."""
         # Of an attempt that got further before it was restored from an older step, nothing newer
         # than this is touched: it is not ours to judge.
-        older = [s for s in self._saved.values() if s.id.step <= id.step]
-        for gone in to_drop(older, self._policy, id.attempt):
-            del self._saved[gone]
-            self._drop(gone, self._tier.name)
-        self._clear(id)
+        return to_drop([s for s in saved if s.id.step <= id.step], policy, id.attempt)
+
+    def _let_go(self, id: CheckpointId) -> None:
+        self._whole.discard(id)
+        if self._saved is not None:
+            self._saved.pop(id, None)
+        self._drop(id, self._tier.name)
 
     def _clear(self, id: CheckpointId) -> None:
         """Clear up after the dead; now and then, because it looks at every checkpoint's files."""
@@ -98,12 +166,15 @@ class Pruner:
             if one.attempt in known
         ]
         ours = {one.id: one for one in found if root_of(one.lineage) == root_of(lineage)}
-        strange = [one for one in (*damaged, *(s.id for s in found)) if one not in ours]
-        if strange:
-            self._say_strange(sorted(set(strange)))
+        self._say_strange([one for one in (*damaged, *(s.id for s in found)) if one not in ours])
         return ours
 
-    def _say_strange(self, strange: Sequence[CheckpointId]) -> None:
+    def _say_strange(self, found: Iterable[CheckpointId]) -> None:
+        """Name what is left alone, each once."""
+        strange = sorted(set(found) - self._strange)
+        if not strange:
+            return
+        self._strange.update(strange)
         more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
         log.warning(
             "tier %s: %s%s are of another training, or cannot be read; they are left alone, "
@@ -116,29 +187,44 @@ class Pruner:
 
     def _look(self) -> tuple[list[Saved], list[CheckpointId]]:
         """What is there and may be whole, and what is damaged."""
+        found: list[Saved] = []
+        damaged: list[CheckpointId] = []
+        for id, there in self._ranks().items():
+            try:
+                saved, complete = self._read(id, there)
+            except SapwoodError:
+                damaged.append(id)
+                self._whole.discard(id)  # nothing sound may go for the sake of it
+                continue
+            if complete:  # what is known not to be whole must not take a whole one's place
+                found.append(saved)
+        return found, damaged
+
+    def _ranks(self) -> dict[CheckpointId, list[int]]:
+        """Whose shards are there."""
         ranks: dict[CheckpointId, list[int]] = {}
         try:
             for stored in self._tier.shards():
                 ranks.setdefault(stored.id, []).append(stored.rank)
         except SapwoodError as error:
             log.warning("tier %s cannot be listed: %s", self._tier.name, error)
-        found: list[Saved] = []
-        damaged: list[CheckpointId] = []
-        for id, there in ranks.items():
-            try:
-                with closing(open_checked(self._tier, Stored(id, there[0]))) as shard:
-                    record = shard.record
-            except SapwoodError:
-                damaged.append(id)
-                continue
-            # What is known not to be whole must not take a whole one's place.
-            if self._tier.name not in SHARED or len(there) >= record.world:
-                found.append(
-                    Saved(
-                        id=id,
-                        created=record.created,
-                        metrics=record.extras.get("metrics", {}),
-                        lineage=record.lineage,
-                    )
-                )
-        return found, damaged
+        return ranks
+
+    def _read(self, id: CheckpointId, ranks: Sequence[int]) -> tuple[Saved, bool]:
+        """What a checkpoint's record says, and whether it may be whole.
+
+        Raises:
+            SapwoodError: it is damaged, or lies where it does not belong.
+        """
+        with closing(open_checked(self._tier, Stored(id, ranks[0]))) as shard:
+            record = shard.record
+        all_there = len(ranks) >= record.world
+        if all_there:
+            self._whole.add(id)
+        saved = Saved(
+            id=id,
+            created=record.created,
+            metrics=metrics_of(record.extras),
+            lineage=record.lineage,
+        )
+        return saved, all_there or self._tier.name not in SHARED

@@ -9,6 +9,7 @@ branches that were abandoned count as older than those of the current branch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,7 +53,7 @@ def best(n: int, metric: str, *, lower: bool) -> Policy:
     _at_least_one("best", n)
 
     def policy(saved: Sequence[Saved]) -> set[CheckpointId]:
-        rated = [s for s in saved if metric in s.metrics]
+        rated = [s for s in saved if not math.isnan(s.metrics.get(metric, math.nan))]
         rated.sort(key=lambda s: s.metrics[metric], reverse=not lower)
         return {s.id for s in rated[:n]}
 

@@ -20,6 +20,7 @@ from sapwood.checkpoint.report import CheckpointStats, SaveReport
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings
 from sapwood.checkpoint.timed import TimedSchedule
+from sapwood.checkpoint.turns import Turns
 from sapwood.errors import CheckpointError, DeadlineError, SapwoodError, UsageError
 from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime import faults
@@ -29,6 +30,7 @@ from sapwood.state.apply import OPTIMIZER_CLASS
 from sapwood.state.extras import Extras
 from sapwood.state.packed import Packed
 from sapwood.state.shards import ShardPlan
+from sapwood.tiers.metrics import plain_metrics
 from sapwood.tiers.record import CheckpointId
 from sapwood.tiers.spec import TierSpec
 
@@ -61,7 +63,7 @@ class Saver:
         """
         self._run, self._settings = run, settings
         self._engine, self._pool = engine, pool
-        self._attempt, self._specs = attempt, specs
+        self._attempt, self._turns = attempt, Turns(specs)
         self._extras, self._metrics = extras, metrics
         self._stats, self._failures, self._on_captured = stats, failures, on_captured
         self._schedule = _make_schedule(run, settings, f"ckpt/{attempt.name}/due")
@@ -70,8 +72,8 @@ class Saver:
         self._worker = Worker("sapwood-capture")
         self._capture: Capture | None = None
         self._capture_step = 0
-        self._saved = 0
         self._latest = -1
+        self._handed: frozenset[str] = frozenset()  # the tiers the latest was captured for
         self._report: SaveReport | None = None
         self._problem: tuple[int, CheckpointError] | None = None
         self._trusted = False
@@ -93,20 +95,28 @@ class Saver:
         self._latest = -1
         self._trusted = False
         self._disarm()
+        self._turns.start()
         self._schedule.start(self._run.step_count)
         self._arm(self._run.step_count + 1)
 
-    def save(self, step: int, timeout: float | None = None) -> SaveReport:
+    def save(
+        self, step: int, timeout: float | None = None, *, everywhere: bool = False
+    ) -> SaveReport:
         """Capture the step that has just ended; if it was due, that was done already.
 
         Waits at most ``timeout`` seconds for staging memory, by default ``drain_timeout``.
+        ``everywhere``: for every tier, also those whose turn it is not.
 
         Raises:
             CheckpointError: no staging memory became free in time, copying failed, or something
                 failed to give its state, or gave one that cannot be kept.
         """
         seconds = self._settings.drain_timeout if timeout is None else timeout
-        if step != self._latest:
+        self._turns.come(step)
+        tiers, again = self._turns.tiers(everywhere=everywhere), step == self._latest
+        if again:
+            tiers = tuple(tier for tier in tiers if tier not in self._handed)
+        if tiers or not again:
             self._disarm()
             capture = self._begin_within(step, seconds)
             if capture is None:
@@ -114,7 +124,7 @@ class Saver:
                 advice = "see the tiers' warnings, or save less often"
                 self._not_saved(step, CheckpointError(f"{late}; {advice}"))
             else:
-                self._end(capture, step)
+                self._end(capture, step, tiers, again=again)
                 self._arm(step + 1)
         self._worker.drain(seconds)
         self._raise_failure()
@@ -167,6 +177,8 @@ class Saver:
         capture, self._capture = self._capture, None
         waited = self._run.fence_wait(OWNER)
         self.pace.step_ended(self._report, saved=capture is not None, waited=waited)
+        if self._schedule.due == event.step:
+            self._turns.come(event.step)
         if capture is not None and self._capture_step == event.step:
             self._finish(capture, event.step)
         elif self._schedule.due == event.step:
@@ -210,7 +222,7 @@ class Saver:
         done: Callable[[Capture], None] = lambda c: self._complete(c, step, plan)  # noqa: E731
         parameters, trace = self._pool.contents.by_parameter, self._run.trace
         capture = make_capture(mode, staging, parameters, done, self._worker, trace)
-        capture.on_error = lambda error: self._spoilt(step, error)
+        capture.on_error = lambda error: self._spoilt(capture, step, error)
         return capture
 
     def _begin_within(self, step: int, seconds: float) -> Capture | None:
@@ -232,7 +244,7 @@ class Saver:
             capture = fresh
         self._trusted = True
         self._schedule.saved(step, at_least=self.pace.interval())
-        self._end(capture, step)
+        self._end(capture, step, self._turns.tiers())
 
     def _save_late(self, step: int) -> None:
         """No staging memory was free when the step began: wait for some, but not for ever."""
@@ -251,9 +263,16 @@ class Saver:
         )
         self._schedule.saved(step)
 
-    def _end(self, capture: Capture, step: int) -> None:
-        """The step's state is complete: copy what is beside tensors, and let the capture end."""
+    def _end(
+        self, capture: Capture, step: int, tiers: tuple[str, ...], *, again: bool = False
+    ) -> None:
+        """The step's state is complete: copy what is beside tensors, and let the capture end.
+
+        ``again``: it was captured before, for other tiers than these.
+        """
+        self._handed = self._handed.union(tiers) if again else frozenset(tiers)
         self._latest, self._problem = step, None
+        capture.tiers, capture.again = tiers, again
         start = time.perf_counter()
         try:
             metrics = _numbers(self._metrics)
@@ -262,10 +281,11 @@ class Saver:
             taken = self._extras.take(step, groups, contents.plain, common=common)
         except Exception as error:
             self._abandon(capture)
-            self._not_saved(step, error)
+            self._not_saved(step, error, tiers)
             return
         # Beside the catalog, whose rows other versions read too, and only where there are some.
-        more = {"metrics": metrics, OPTIMIZER_CLASS: type(self._run.optimizer).__name__}
+        kind = type(self._run.optimizer).__name__
+        more: dict[str, Any] = {"metrics": plain_metrics(metrics), OPTIMIZER_CLASS: kind}
         more |= {"tied": dict(contents.tied)} if contents.tied else {}
         capture.extras = lambda: _with(taken(), more)
         self._report = capture.report = SaveReport(
@@ -284,16 +304,19 @@ class Saver:
         capture.abandon()
         self._pool.give_back(capture.staging.number)
 
-    def _spoilt(self, step: int, cause: Exception) -> None:
+    def _spoilt(self, capture: Capture, step: int, cause: Exception) -> None:
         error = CheckpointError(
             f"step {step} is not saved, its tensors could not be copied: "
             f"{type(cause).__name__}: {cause}"
         )
         error.__cause__ = cause
-        self._not_saved(step, error)
+        self._not_saved(step, error, capture.tiers)
 
-    def _not_saved(self, step: int, cause: Exception) -> None:
-        """Tell the training, on whichever thread this is found out."""
+    def _not_saved(self, step: int, cause: Exception, tiers: Sequence[str] = ()) -> None:
+        """Tell the training, on whichever thread this is found out.
+
+        ``tiers``: those it was captured for in vain.
+        """
         if isinstance(cause, CheckpointError) and str(cause).startswith(f"step {step} is not"):
             error = cause
         else:
@@ -301,14 +324,16 @@ class Saver:
             text = str(cause) if known else f"{type(cause).__name__}: {cause}"
             error = CheckpointError(f"step {step} is not saved: {text}")
             error.__cause__ = cause
-        self._forget(step)
+        self._forget(step, tiers)
         self._problem = step, error
         self._failures.add(step, error)
 
-    def _forget(self, step: int) -> None:
-        """It may be tried again."""
+    def _forget(self, step: int, tiers: Sequence[str]) -> None:
+        """It may be tried again, for these tiers; what was captured before for others counts."""
         if self._latest == step:
-            self._latest = -1
+            self._handed = self._handed.difference(tiers)
+            if not self._handed:
+                self._latest = -1
 
     # -- handing over ------------------------------------------------------------------------
 
@@ -319,11 +344,11 @@ class Saver:
             if good:
                 self._agreement.check(plan, step)
         except Exception as error:
-            self._not_saved(step, error)
+            self._not_saved(step, error, capture.tiers)
             self._failure = self._failure or error  # at once: it would be so again, every time
             good = False
         if not good:
-            self._forget(step)
+            self._forget(step, capture.tiers)
             self._pool.give_back(capture.staging.number)
             return
         self._in_background(lambda: self._hand_over(capture, step, plan))
@@ -346,26 +371,27 @@ class Saver:
 
     def _hand_over(self, capture: Capture, step: int, plan: ShardPlan) -> None:
         """Give a complete capture to the engine."""
-        report = capture.report
-        assert report is not None
+        assert capture.report is not None
+        known = self._stats.of(capture.report.id) if capture.again else None
+        report = known or capture.report
         try:
             job = self._job(capture, report, plan)
         except Exception as error:
             self._pool.give_back(capture.staging.number)
-            self._not_saved(step, error)
+            self._not_saved(step, error, capture.tiers)
             return
-        report.nbytes, report.tiers = job.nbytes, job.tiers
+        report.nbytes, report.tiers = job.nbytes, (*report.tiers, *job.tiers)
         report.preparation_seconds = capture.copy_seconds
         report.blocking_seconds = capture.blocking_seconds
-        self._stats.saves.append(report)
-        self._saved += 1
+        if known is None:
+            self._stats.saves.append(report)
         try:
             self._engine.submit(job)
         except Exception as error:
-            self._not_saved(step, error)
+            self._not_saved(step, error, capture.tiers)
             return
         try:
-            if self._on_captured is not None:
+            if self._on_captured is not None and known is None:
                 self._on_captured(report)
         except Exception as error:
             self._failure = self._failure or error
@@ -383,7 +409,7 @@ class Saver:
             created=report.created,
             extras=packed.extras,
             extras_bytes=packed.nbytes,
-            tiers=tuple(s.kind for s in self._specs if self._saved % s.every == 0),
+            tiers=capture.tiers,
             lineage=report.lineage,
         )
 

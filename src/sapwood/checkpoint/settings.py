@@ -76,11 +76,12 @@ def tier_specs(place: str | Path, tiers: Sequence[str | TierSpec] | None) -> tup
     """The tiers of a checkpointer: memory and the given place, unless the user says otherwise.
 
     ``external`` without a folder means the place; ``local`` without one a folder inside it.
+    Folders become absolute here, once for all who use them.
     """
     text = str(place)
     home = TierSpec.parse(text) if text.startswith("s3://") else None
     chosen = tiers if tiers is not None else ("memory", "s3" if home else "external")
-    specs = [_placed(_spec(t, home), text, home) for t in chosen]
+    specs = [_placed(_spec(t, home), text, home).resolved() for t in chosen]
     names = [spec.kind for spec in specs]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -99,10 +100,11 @@ def _spec(given: str | TierSpec, home: TierSpec | None) -> TierSpec:
 def _placed(spec: TierSpec, place: str, home: TierSpec | None) -> TierSpec:
     nodes = str(Path(place) / "nodes")
     defaults = {"external": place, "local": nodes, "partner": nodes}
-    if spec.kind == "parity" and ":" not in spec.place:
-        return replace(spec, place=f"{spec.place or '4+2'}:{nodes}")
-    if spec.place or spec.kind not in defaults:
+    scheme = spec.place.partition(":")[0] or "4+2"
+    defaults["parity"] = f"{scheme}:{nodes}"
+    if spec.folder or spec.kind not in defaults:
         return spec
     if home is not None:
-        raise ConfigError(f"the place is {place}; give the tier a folder: {spec.kind}:/path")
+        prefix = f"parity:{scheme}" if spec.kind == "parity" else spec.kind
+        raise ConfigError(f"the place is {place}; give the tier a folder: {prefix}:/path")
     return replace(spec, place=defaults[spec.kind])

@@ -36,6 +36,7 @@ REGION = "us-east-1"
 KEY = Credentials(access_key="tester", secret_key="not-a-secret")  # noqa: S106 - of a loopback server
 _SERVICES = ("master", "volume", "filer", "s3")
 _PORTS = range(12000, 32000)
+_DICE = random.SystemRandom()  # the numbers of whoever uses this are not ours to draw
 _TRIES = 3
 _START_TIMEOUT = 30.0
 _STOP_TIMEOUT = 10.0
@@ -244,7 +245,7 @@ def _free_ports(count: int) -> list[int]:
     """All taken at once, so that no two are the same; none that outgoing connections may get."""
     found: list[int] = []
     with ExitStack() as opened:
-        for port in random.sample(_PORTS, len(_PORTS)):
+        for port in _DICE.sample(_PORTS, len(_PORTS)):
             one = opened.enter_context(socket.socket())
             with suppress(OSError):
                 one.bind((HOST, port))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
+from sapwood.runtime.regular import open_regular, read_regular
 from sapwood.state.catalog import FileLayout
 from sapwood.tiers.digest import matches
 from sapwood.tiers.files import Files, FileWriter
@@ -21,7 +22,7 @@ from sapwood.tiers.manifest import MANIFEST, Manifest
 from sapwood.tiers.record import EXTRAS, Range, ShardRecord
 from sapwood.tiers.shardfile import read_exactly
 
-__all__ = ["AssembledShard", "check_published", "extras_name", "write_pieces"]
+__all__ = ["AssembledShard", "check_manifest", "check_published", "extras_name", "write_pieces"]
 
 _SMALL = 64 * 1024
 """Neighbours in a file that are smaller than this are written in one system call."""
@@ -98,14 +99,10 @@ def check_published(home: Path) -> Manifest:
     Raises:
         CheckpointError: a file is missing, or a header, record or the manifest is damaged.
     """
+    manifest = check_manifest(home)
+    path = home / record_name(0)
     try:
-        manifest = Manifest.decode((home / MANIFEST).read_bytes(), str(home / MANIFEST))
-        for rank, mark in enumerate(manifest.records):
-            path = home / record_name(rank)
-            content = path.read_bytes()
-            if not matches(content, mark, manifest.algorithm):
-                raise CheckpointError(f"{path} is not the one its manifest was made of")
-        layouts = ShardRecord.decode(content, str(path)).catalog.layouts
+        layouts = ShardRecord.decode(read_regular(path), str(path)).catalog.layouts
         for layout in layouts.values():
             _check_header(home / layout.filename, layout)
     except OSError as error:
@@ -113,8 +110,25 @@ def check_published(home: Path) -> Manifest:
     return manifest
 
 
+def check_manifest(home: Path) -> Manifest:
+    """See that the manifest of a complete checkpoint was made of the records that are there.
+
+    Raises:
+        CheckpointError: it was not, or one of them is missing or damaged.
+    """
+    try:
+        manifest = Manifest.decode(read_regular(home / MANIFEST), str(home / MANIFEST))
+        for rank, mark in enumerate(manifest.records):
+            path = home / record_name(rank)
+            if not matches(read_regular(path), mark, manifest.algorithm):
+                raise CheckpointError(f"{path} is not the one its manifest was made of")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {home}: {error.strerror or error}") from error
+    return manifest
+
+
 def _check_header(path: Path, layout: FileLayout) -> None:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         size, header = os.fstat(file.fileno()).st_size, file.read(len(layout.header))
     if size != layout.size or header != layout.header:
         raise CheckpointError(f"{path} is damaged: its header or size is not what was written")
@@ -134,7 +148,7 @@ class AssembledShard:
         self._fds: dict[str, int] = {}
         path = home / record_name(rank)
         try:
-            self.record = ShardRecord.decode(path.read_bytes(), str(path))
+            self.record = ShardRecord.decode(read_regular(path), str(path))
             self._layouts = self.record.catalog.layouts
             for file in {p.file for p in self.record.shard.pieces if p.nbytes}:
                 layout = self._layouts[file]
@@ -154,7 +168,7 @@ class AssembledShard:
 
     def _open(self, file: str, name: str, expected: int) -> None:
         path = self._home / name
-        fd = self._fds[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = self._fds[file] = open_regular(path)
         size = os.fstat(fd).st_size
         if size != expected:
             raise CheckpointError(f"{path} has {size} bytes, its records say {expected}")

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
+from sapwood.runtime.regular import open_regular, read_regular
 from sapwood.tiers.files import Files, FileWriter
 from sapwood.tiers.keeper import Blob, checked, is_name
 from sapwood.tiers.leftovers import Stale, clear_folders, is_draft
 from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.room import tier_error
 
 __all__ = ["BlobFile", "BlobFolder"]
 
@@ -62,7 +64,7 @@ class BlobFolder:
         """Content of the record file."""
         path = self.path(blob, "json")
         try:
-            return path.read_bytes()
+            return read_regular(path)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -105,7 +107,7 @@ class BlobFolder:
         if start < 0 or count < 0 or start + count > size:
             raise CheckpointError(f"{path} has {size} bytes, not {start}+{count}: it is truncated")
         try:
-            return Opened(path.open("rb", buffering=0), start, count)
+            return Opened(os.fdopen(open_regular(path), "rb", buffering=0), start, count)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -159,7 +161,11 @@ class BlobFile:
             self._writer.close()
             self._files.publish(self._draft, self._home / f"{self._name}.bin")
             self._writer = None
-            self._files.write_whole(self._home / f"{self._name}.json", record)
+            try:
+                self._files.write_whole(self._home / f"{self._name}.json", record)
+            except OSError:
+                self._forget()
+                raise
 
     def wait(self) -> None:
         """``seal`` did it all."""
@@ -172,6 +178,12 @@ class BlobFile:
             with suppress(OSError):
                 self._draft.unlink()
 
+    def _forget(self) -> None:
+        """Remove data that has no record, neither this one nor that of an older blob."""
+        with suppress(OSError):
+            if not (self._home / f"{self._name}.json").exists():
+                (self._home / f"{self._name}.bin").unlink()
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -183,9 +195,9 @@ class _Part:
     def into(self, out: Any) -> None:
         """Read it."""
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with os.fdopen(open_regular(self.path), "rb", buffering=0) as file:
                 file.seek(self.start)
-                _read_all(file, memoryview(out).cast("B"))
+                _read_all(file, self.path, memoryview(out).cast("B"))
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror or error}") from error
 
@@ -199,11 +211,11 @@ def _unfinished(names: Collection[str]) -> set[str]:
     return lost | {name for name in names if is_draft(name)}
 
 
-def _read_all(file: Any, memory: memoryview) -> None:
+def _read_all(file: Any, path: Path, memory: memoryview) -> None:
     while memory:
         count = file.readinto(memory)
         if not count:
-            raise CheckpointError(f"{file.name} is truncated")
+            raise CheckpointError(f"{path} is truncated")
         memory = memory[count:]
 
 
@@ -221,4 +233,4 @@ def _as_tier_error(verb: str, place: Path) -> Iterator[None]:
     except TierError:
         raise
     except OSError as error:
-        raise TierError(f"cannot {verb} {place}: {error.strerror or error}") from error
+        raise tier_error(f"cannot {verb} {place}", error) from error

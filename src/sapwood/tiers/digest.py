@@ -1,18 +1,21 @@
 """Checksums: xxh3 where the xxhash package is installed, else blake2b.
 
-Small files that describe others carry a checksum of themselves in their last line (``seal``), so
-that a flipped bit in them is noticed as surely as one in the data.
+Small files that describe others carry a checksum of themselves, so that a flipped bit in them is
+noticed as surely as one in the data. JSON objects have it as their last member (``seal_json``),
+which leaves them JSON for other tools, anything else in a line behind it (``seal``). Records and
+manifests of earlier versions have that line too, and are still read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from sapwood.errors import CheckpointError
 
-__all__ = ["DEFAULT_ALGORITHM", "digest", "digest_of_row", "matches", "seal", "unseal"]
+__all__ = ["DEFAULT_ALGORITHM", "digest", "digest_of_row", "matches", "seal", "seal_json", "unseal"]
 
 
 _ALGORITHMS: dict[str, Callable[[], Any]] = {"blake2b": lambda: hashlib.blake2b(digest_size=8)}
@@ -22,6 +25,15 @@ except ModuleNotFoundError:
     pass
 else:
     _ALGORITHMS["xxh3"] = lambda: xxhash.xxh3_64()
+
+_MARK = rb'"([a-z0-9]+):([0-9a-f]+)"'
+# Exactly as ``seal_json`` writes it, on one line or indented: whatever else is there was changed.
+_INSIDE = (
+    re.compile(rb',"checksum":' + _MARK + rb"\}\Z"),
+    re.compile(rb',\n "checksum": ' + _MARK + rb"\n\}\Z"),
+)
+_TAIL = 256
+"""More than a checksum and what is around it takes."""
 
 DEFAULT_ALGORITHM = "xxh3" if "xxh3" in _ALGORITHMS else "blake2b"
 
@@ -59,12 +71,32 @@ def seal(body: bytes, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
     return body + f"\n{algorithm}:{digest(body, algorithm)}".encode()
 
 
+def seal_json(body: bytes, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
+    """A JSON object with one more member, ``checksum``, of all that stands before it.
+
+    The object may be on one line, or indented by one.
+    """
+    head = body.removesuffix(b"}")
+    assert len(head) == len(body) - 1, "not a JSON object"
+    plain = head.removesuffix(b"\n")
+    mark = f'"{algorithm}:{digest(plain, algorithm)}"'
+    tail = f',"checksum":{mark}}}' if plain == head else f',\n "checksum": {mark}\n}}'
+    return plain + tail.encode()
+
+
 def unseal(content: bytes, what: str) -> bytes:
-    """The reverse of ``seal``; ``what`` names the content in errors.
+    """The reverse of ``seal`` and of ``seal_json``; ``what`` names the content in errors.
 
     Raises:
         CheckpointError: it is truncated or was changed.
     """
+    for pattern in _INSIDE:
+        found = pattern.search(content, max(0, len(content) - _TAIL))
+        if found is not None:
+            head = content[: found.start()]
+            if matches(head, found[2].decode(), found[1].decode()):
+                return head + b"}"
+            raise CheckpointError(f"{what} is damaged: its own checksum does not match")
     body, _, tail = content.rpartition(b"\n")
     algorithm, _, mark = tail.decode("ascii", "replace").partition(":")
     if not body or not mark or not matches(body, mark, algorithm):

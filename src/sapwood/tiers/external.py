@@ -24,13 +24,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sapwood.errors import CheckpointError, TierError
-from sapwood.tiers.assembly import AssembledShard, check_published, write_pieces
+from sapwood.runtime.regular import read_regular
+from sapwood.tiers.assembly import (
+    AssembledShard,
+    check_manifest,
+    check_published,
+    write_pieces,
+)
 from sapwood.tiers.base import Stored
 from sapwood.tiers.files import Files
 from sapwood.tiers.leftovers import Stale, clock_of
 from sapwood.tiers.local import entries_in, older_rests, ranks_in, record_name
 from sapwood.tiers.manifest import MANIFEST, Manifest, check_agreement, join
 from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.room import tier_error
 
 __all__ = ["ExternalTier"]
 
@@ -92,7 +99,7 @@ class ExternalTier:
         final, partial = self._final(id), self._partial(id)
         for home in (final, partial, final):
             with suppress(FileNotFoundError):
-                return home, (home / name).read_bytes()
+                return home, read_regular(home / name)
         return final, None
 
     def _write(self, record: ShardRecord, data: Any, content: bytes) -> None:
@@ -100,7 +107,8 @@ class ExternalTier:
         self._files.make_folder(home)
         for rank in ranks_in(home)[:1]:
             # Before our bytes go where, by another catalog, somebody else's are.
-            check_agreement({rank: (home / record_name(rank)).read_bytes()}, record, str(home))
+            there = {rank: read_regular(home / record_name(rank))}
+            check_agreement(there, record, str(home))
         write_pieces(self._files, home, record, data)
         # Names need not reach the device in the order they were given: data first, for sure.
         self._files.sync_folder(home)
@@ -163,10 +171,10 @@ class ExternalTier:
             return None
         if known is None:
             path = home / record_name(ranks[0])
-            known = ShardRecord.decode(path.read_bytes(), str(path))
+            known = ShardRecord.decode(read_regular(path), str(path))
         if len(ranks) < known.world:
             return None
-        return join({r: (home / record_name(r)).read_bytes() for r in ranks}, known, str(home))
+        return join({r: read_regular(home / record_name(r)) for r in ranks}, known, str(home))
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -210,6 +218,32 @@ class ExternalTier:
         """
         return check_published(self._final(id))
 
+    def manifest_problem(self, id: CheckpointId) -> str | None:
+        """What is wrong with the manifest of a published checkpoint; None if nothing is."""
+        home = self._final(id)
+        try:
+            if home.is_dir():
+                check_manifest(home)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def write_manifest(self, id: CheckpointId) -> None:
+        """Make the manifest of a published checkpoint anew; it follows from the records.
+
+        Raises:
+            TierError: records are missing or damaged, or do not belong together.
+        """
+        home = self._final(id)
+
+        def work() -> None:
+            manifest = self._manifest(home, None)
+            if manifest is None:
+                raise TierError(f"{home} lacks records of some ranks")
+            self._files.write_whole(home / MANIFEST, manifest.encode())
+
+        self._guarded(f"write the manifest of {id} in", work)
+
     # -- removing ----------------------------------------------------------------------------
 
     def drop(self, id: CheckpointId) -> None:
@@ -227,6 +261,10 @@ class ExternalTier:
             self._discard(self._final(id))
 
         self._guarded(f"remove checkpoint {id} from", work)
+
+    def abandon(self, id: CheckpointId) -> None:
+        """Remove the folder of a checkpoint that was not published, and never will be."""
+        self._guarded(f"clear up after {id} in", lambda: self._discard(self._partial(id)))
 
     def clear(self, stale: Stale) -> list[CheckpointId]:
         """Remove folders that were never published; see ``tiers.leftovers``.
@@ -287,6 +325,6 @@ class ExternalTier:
         except TierError:
             raise
         except OSError as error:
-            raise TierError(f"cannot {what} {self.folder}: {error.strerror or error}") from error
+            raise tier_error(f"cannot {what} {self.folder}", error) from error
         except CheckpointError as error:
             raise TierError(f"cannot {what} {self.folder}: {error}") from error

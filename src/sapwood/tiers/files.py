@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from sapwood.runtime import faults
+from sapwood.runtime.heartbeat import beat
+from sapwood.runtime.regular import open_regular
 
 __all__ = ["FileWriter", "Files", "draft_of"]
 
@@ -52,6 +54,7 @@ class FileWriter:
         while memory:
             faults.point("files", op="write", path=self.path)
             written = self._write_some(memory, offset)
+            beat()
             memory, offset = memory[written:], offset + written
 
     def _write_some(self, memory: memoryview, offset: int) -> int:
@@ -82,6 +85,7 @@ class FileWriter:
             batch = parts[first : first + _PARTS]
             faults.point("files", op="write", path=self.path)
             written, wanted = os.pwritev(self._fd, batch, offset), sum(map(len, batch))
+            beat()
             if written < wanted:
                 self.write_at(offset + written, b"".join(batch)[written:])
             offset += wanted
@@ -95,6 +99,7 @@ class FileWriter:
         """Return when the bytes are on the device."""
         faults.point("files", op="sync", path=self.path)
         os.fsync(self._fd)
+        beat()
 
     def close(self) -> None:
         """Close; calling it again does nothing."""
@@ -149,13 +154,12 @@ class Files:
     def create(self, path: Path) -> FileWriter:
         """Make or empty a file that nobody reads yet."""
         faults.point("files", op="create", path=path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        return FileWriter(path, os.open(path, flags, 0o644))
+        return FileWriter(path, open_regular(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC))
 
     def share(self, path: Path) -> FileWriter:
         """Open a file for writing that others write to as well, making it if it is not there."""
         faults.point("files", op="share", path=path)
-        return FileWriter(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        return FileWriter(path, open_regular(path, os.O_RDWR | os.O_CREAT))
 
     def publish(self, draft: Path, final: Path) -> None:
         """Give a complete and synced file or folder its final name."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from sapwood.errors import CheckpointError, ConfigError
 from sapwood.tiers.codec import Scheme
-from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, matches
+from sapwood.tiers.digest import DEFAULT_ALGORITHM, seal_json, unseal
 from sapwood.tiers.keeper import Blob
 from sapwood.tiers.record import CheckpointId
 
@@ -68,27 +68,35 @@ class FragmentRecord:
         return self.code, self.block, self.nbytes
 
     def encode(self, shard: bytes) -> bytes:
-        """A line of JSON, a line with its checksum, and the record of the shard."""
-        body = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":")).encode()
-        seal = f"{self.algorithm}:{digest(body, self.algorithm)}".encode()
-        return b"\n".join((body, seal, shard))
+        """One JSON object, with the record of the shard, as it is, for a text in it."""
+        fields = {"format": FORMAT, **asdict(self), "shard": shard.decode()}
+        return seal_json(json.dumps(fields, separators=(",", ":")).encode(), self.algorithm)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> tuple[FragmentRecord, bytes]:
-        """The reverse of ``encode``.
+        """The reverse of ``encode``: the fragment's record, and the shard's as it was given.
 
         Raises:
             CheckpointError: it is damaged.
         """
-        body, _, rest = content.partition(b"\n")
-        seal, _, shard = rest.partition(b"\n")
-        algorithm, _, mark = seal.decode("ascii", "replace").partition(":")
-        if not mark or not matches(body, mark, algorithm):
-            raise CheckpointError(f"the record of {what} is damaged")
+        body, shard = _parted(content, what)
         try:
             fields = json.loads(body)
             if fields.pop("format") != FORMAT:
                 raise ValueError("its format is another")
+            shard = fields.pop("shard").encode() if shard is None else shard
             return cls(**{**fields, "digests": tuple(fields["digests"])}), shard
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the record of {what} is none: {error!r}") from error
+
+
+def _parted(content: bytes, what: str) -> tuple[bytes, bytes | None]:
+    """What is known of the fragment, and the shard's record where that stands behind it.
+
+    Earlier versions wrote a line of JSON, a line with its checksum, and then the shard's record.
+    """
+    body, line, rest = content.partition(b"\n")
+    if not line:
+        return unseal(content, f"the record of {what}"), None
+    mark, _, shard = rest.partition(b"\n")
+    return unseal(body + b"\n" + mark, f"the record of {what}"), shard

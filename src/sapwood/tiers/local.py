@@ -17,9 +17,17 @@ from sapwood.tiers.base import Stored, StoredShard
 from sapwood.tiers.files import Files, draft_of
 from sapwood.tiers.leftovers import Stale, clear_folders, is_draft
 from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.room import tier_error
 from sapwood.tiers.shardfile import open_shard
 
-__all__ = ["LocalTier", "entries_in", "older_rests", "ranks_in", "record_name"]
+__all__ = [
+    "LocalTier",
+    "entries_in",
+    "forget_failed",
+    "older_rests",
+    "ranks_in",
+    "record_name",
+]
 
 _RECORD = re.compile(r"shard-(\d+)\.json")
 _DATA = re.compile(r"shard-(\d+)(?:\.base-\d+)?\.(?:bin|index)")
@@ -49,9 +57,8 @@ class LocalTier:
             self._files.sync_folder(home)
             self._files.write_whole(record_file, record.encode(), writer="put")
         except OSError as error:
-            with suppress(OSError):
-                draft.unlink()
-            raise TierError(f"cannot write {home}: {error.strerror or error}") from error
+            forget_failed(home, record.rank)
+            raise tier_error(f"cannot write {home}", error) from error
 
     def shards(self) -> Sequence[Stored]:
         """Every shard whose record is there."""
@@ -100,6 +107,21 @@ class LocalTier:
 
     def close(self) -> None:
         """Nothing runs."""
+
+
+def forget_failed(home: Path, rank: int) -> None:
+    """Remove what a ``put`` that failed has written: on a full disk, every byte counts.
+
+    A shard whose record is there is whole, and stays.
+    """
+    with suppress(OSError):
+        drafts = list(home.glob(f".shard-{rank}.*.draft-put"))
+        whole = (home / record_name(rank)).exists()
+        data = [] if whole else [p for p in home.glob(f"shard-{rank}.*") if _DATA.fullmatch(p.name)]
+        for path in (*drafts, *data):
+            path.unlink(missing_ok=True)
+    with suppress(OSError):  # others' shards are in it
+        home.rmdir()
 
 
 def _unfinished(names: Collection[str]) -> set[str]:

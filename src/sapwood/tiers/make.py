@@ -37,7 +37,7 @@ def peer_folder(specs: Sequence[TierSpec], nodes: NodeMap) -> Path | None:
     wanting = [spec for spec in specs if spec.kind in _ON_PEERS]
     if not wanting:
         return None
-    given = {folder for spec in wanting if (folder := _folder(spec))}
+    given = {spec.folder for spec in wanting if spec.folder}
     if len(given) > 1:
         raise ConfigError(f"tiers partner and parity share one folder, but {sorted(given)} are set")
     if given:
@@ -68,10 +68,6 @@ def serve_peers(specs: Sequence[TierSpec], nodes: NodeMap) -> ExitStack:
         server = PeerServer(folder, nodes.token, host=host.strip("[]"), port=int(port))
         stack.enter_context(server)
     return stack
-
-
-def _folder(spec: TierSpec) -> str:
-    return spec.place if spec.kind == "partner" else spec.place.partition(":")[2]
 
 
 def _make(spec: TierSpec, nodes: NodeMap, keep: Path | None) -> Tier:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog
-from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal, unseal
+from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal_json, unseal
 from sapwood.tiers.record import CheckpointId, Lineage, ShardRecord
 
 __all__ = ["MANIFEST", "Manifest", "check_agreement", "join"]
@@ -48,7 +48,7 @@ class Manifest:
             "records": list(self.records),
             "lineage": None if self.lineage is None else self.lineage.to_json(),
         }
-        return seal(json.dumps(body, indent=1).encode(), self.algorithm)
+        return seal_json(json.dumps(body, indent=1).encode(), self.algorithm)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> Manifest:

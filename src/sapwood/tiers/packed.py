@@ -14,11 +14,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from sapwood.errors import CheckpointError, TierError
+from sapwood.errors import CheckpointError
+from sapwood.runtime.regular import read_regular
 from sapwood.tiers.base import read_range, verify
 from sapwood.tiers.files import Files, FileWriter, draft_of
-from sapwood.tiers.local import LocalTier, record_name
+from sapwood.tiers.local import LocalTier, forget_failed, record_name
 from sapwood.tiers.record import Range, ShardRecord
+from sapwood.tiers.room import tier_error
 from sapwood.tiers.shardfile import PackedShard, Place, sealed, zstd_module
 
 __all__ = ["PackedTier"]
@@ -64,9 +66,8 @@ class PackedTier(LocalTier):
             )
             self._files.write_whole(home / record_name(record.rank), record.encode(), writer="put")
         except OSError as error:
-            with suppress(OSError):
-                draft.unlink()
-            raise TierError(f"cannot write {home}: {error.strerror or error}") from error
+            forget_failed(home, record.rank)
+            raise tier_error(f"cannot write {home}", error) from error
 
     def _has(self, record: ShardRecord, home: Path) -> bool:
         """Whether this very shard is there already; what else is under its name gives way.
@@ -78,7 +79,7 @@ class PackedTier(LocalTier):
         path = home / record_name(record.rank)
         if not path.exists():
             return False
-        if path.read_bytes() == record.encode():
+        if read_regular(path) == record.encode():
             with suppress(CheckpointError), closing(PackedShard(home, record.rank)) as shard:
                 verify(shard)
                 return True

@@ -12,6 +12,7 @@ from typing import Any
 from sapwood.errors import CheckpointError, ConfigError, TierError
 from sapwood.runtime.wire import Connection, Refused
 from sapwood.tiers.keeper import Blob
+from sapwood.tiers.room import NoRoomError
 from sapwood.tiers.spec import NodeMap
 from sapwood.tiers.transfers import Download, Upload, answer
 
@@ -154,6 +155,8 @@ class Peer:
         who = f"node {self.node} ({self.address})"
         try:
             yield
+        except NoRoomError as error:
+            raise NoRoomError(f"{who}: {error}") from error
         except TierError as error:
             raise TierError(f"{who}: {error}") from error
         except Refused as error:

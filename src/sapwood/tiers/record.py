@@ -1,7 +1,7 @@
 """The record of a shard: which bytes it holds, their checksums, and what else belongs to the step.
 
-A record is JSON with a checksum of itself in the last line, so that a flipped bit in it is noticed
-as surely as one in the data.
+A record is JSON, with a checksum of itself as the last member, so that a flipped bit in it is
+noticed as surely as one in the data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog
 from sapwood.state.shards import Piece, Shard
-from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal, unseal
+from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, seal_json, unseal
 from sapwood.tiers.identity import CheckpointId, Lineage
 
 __all__ = [
@@ -131,7 +131,7 @@ class ShardRecord:
         # One object; the list of tensors, which may be long, was encoded before.
         first, last = _json(head)[:-1], _json(tail)[1:]
         body = b"".join((first, b',"catalog":', self.catalog.text, b",", last))
-        return seal(body, self.algorithm)
+        return seal_json(body, self.algorithm)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> ShardRecord:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, ConfigError
+from sapwood.runtime.regular import open_regular, read_regular
 from sapwood.tiers.base import StoredShard
 from sapwood.tiers.digest import seal, unseal
 from sapwood.tiers.record import Range, ShardRecord
@@ -59,8 +60,8 @@ class ShardFile:
         self._path = data
         self._fd = -1
         try:
-            self.record = ShardRecord.decode(record.read_bytes(), str(record))
-            self._fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+            self.record = ShardRecord.decode(read_regular(record), str(record))
+            self._fd = open_regular(data)
         except OSError as error:
             raise CheckpointError(
                 f"cannot read the shard in {record.parent}: {error.strerror or error}"
@@ -106,10 +107,10 @@ class PackedShard:
         self._fds: dict[str, int] = {}
         record, index = home / f"shard-{rank}.json", home / f"shard-{rank}.index"
         try:
-            self.record = ShardRecord.decode(record.read_bytes(), str(record))
-            self.places = _unsealed(index.read_bytes(), str(index))
+            self.record = ShardRecord.decode(read_regular(record), str(record))
+            self.places = _unsealed(read_regular(index), str(index))
             for name in {place.file for place in self.places.values()}:
-                self._fds[name] = os.open(home / name, os.O_RDONLY | os.O_CLOEXEC)
+                self._fds[name] = open_regular(home / name)
         except OSError as error:
             self.close()
             raise CheckpointError(

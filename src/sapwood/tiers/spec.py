@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from sapwood.errors import ConfigError
 
 __all__ = ["SHARED", "NodeMap", "TierSpec"]
 
 _KINDS = ("memory", "local", "partner", "parity", "external", "s3")
+_FOLDERS = ("local", "partner", "external")
 SHARED = ("external", "s3")
 """Tiers in which every node sees the shards of all."""
 
@@ -55,6 +57,25 @@ class TierSpec:
             return cls(kind="s3", place=text)
         kind, _, place = text.partition(":")
         return cls(kind=kind, place=place)
+
+    @property
+    def folder(self) -> str:
+        """The folder of a tier that has one; empty for any other."""
+        if self.kind == "parity":
+            return self.place.partition(":")[2]
+        return self.place if self.kind in _FOLDERS else ""
+
+    def resolved(self) -> TierSpec:
+        """The same tier with an absolute folder.
+
+        An engine has another current folder than the rank that started it, and a training may
+        change its own.
+        """
+        if not self.folder:
+            return self
+        folder = str(Path(self.folder).resolve())
+        scheme = f"{self.place.partition(':')[0]}:" if self.kind == "parity" else ""
+        return replace(self, place=f"{scheme}{folder}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from sapwood.errors import CheckpointError, TierError
-from sapwood.runtime.wire import Connection
+from sapwood.errors import CheckpointError, SapwoodError, TierError
+from sapwood.runtime.heartbeat import beat
+from sapwood.runtime.wire import BLOCK_BYTES, Connection
+from sapwood.tiers.room import NoRoomError
 
 __all__ = ["Download", "Upload", "answer"]
+
+_KINDS: dict[str, type[SapwoodError]] = {
+    "CheckpointError": CheckpointError,
+    "NoRoomError": NoRoomError,
+}
 
 
 class Owner(Protocol):
@@ -35,9 +42,12 @@ class Upload:
     def write(self, data: Any) -> None:
         """Send the next bytes."""
         assert self._connection is not None
-        self._left -= memoryview(data).nbytes
+        memory = memoryview(data).cast("B")
+        self._left -= len(memory)
         with self._owner.errors():
-            self._connection.send_bytes(data)
+            for start in range(0, len(memory), BLOCK_BYTES):
+                self._connection.send_bytes(memory[start : start + BLOCK_BYTES])
+                beat()
 
     def seal(self, record: bytes) -> None:
         """Send the record."""
@@ -103,9 +113,8 @@ def answer(connection: Connection) -> dict[str, Any]:
     found = connection.receive()
     if "error" not in found:
         return found
-    if found.get("kind") == "CheckpointError":
-        raise CheckpointError(str(found["error"]))
-    raise TierError(str(found["error"]))
+    kind = _KINDS.get(str(found.get("kind")), TierError)
+    raise kind(str(found["error"]))
 
 
 def _expect(answer: dict[str, Any], nbytes: int) -> None:

@@ -8,7 +8,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from sapwood.checkpoint.engine.address import find_address, resolved
-from sapwood.checkpoint.engine.base import Durable, Engine, Failed, Freed, Job, Listener, Progress
+from sapwood.checkpoint.engine.base import (
+    Durable,
+    Engine,
+    Failed,
+    Freed,
+    Job,
+    Listener,
+    NoRoom,
+    Progress,
+)
 from sapwood.checkpoint.engine.inrank import InRank
 from sapwood.checkpoint.engine.messages import from_config
 from sapwood.checkpoint.engine.node import NodeEngine
@@ -26,6 +35,7 @@ __all__ = [
     "Failed",
     "Freed",
     "Job",
+    "NoRoom",
     "Progress",
     "start_engine",
     "tiers_to_read",

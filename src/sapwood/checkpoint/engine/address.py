@@ -15,9 +15,10 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from sapwood.runtime.regular import open_regular
 from sapwood.runtime.textfile import replace_text
 from sapwood.tiers.spec import NodeMap, TierSpec
 
@@ -42,13 +43,18 @@ class Address:
     def read_token(self) -> str | None:
         """The token of the engine that lives, or lived, here; only from a file that is ours."""
         try:
-            fd = os.open(self.token_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_regular(self.token_file, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
             return None
         with os.fdopen(fd) as file:
             facts = os.fstat(fd)
             private = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
             return file.read(256).strip() if private else None
+
+    @property
+    def token_there(self) -> bool:
+        """Whether the file is where it was written."""
+        return self.token_file.exists()
 
     def write_token(self, token: str) -> None:
         """Leave the token for a later group."""
@@ -63,10 +69,7 @@ class Address:
 
 def resolved(specs: Sequence[TierSpec]) -> tuple[TierSpec, ...]:
     """The tiers with absolute folders: the engine has another current folder."""
-    return tuple(
-        replace(s, place=str(Path(s.place).resolve())) if s.kind in _FOLDERS and s.place else s
-        for s in specs
-    )
+    return tuple(spec.resolved() for spec in specs)
 
 
 def find_address(specs: Sequence[TierSpec], nodes: NodeMap) -> Address:

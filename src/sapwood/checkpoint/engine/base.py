@@ -6,6 +6,7 @@
                        <── Freed ───────      the arena may be filled again
                        <── Durable ─────      the shard is safe in a tier
                        <── Failed ──────      a tier failed; it was reported, and is tried again
+                       <── NoRoom ──────      a tier is full: whoever may remove from it hears this
 
 An engine is a process of its own per node, which outlives the ranks, or a thread of the rank
 (``sync`` mode); both run the same ``Pipeline``.
@@ -21,7 +22,7 @@ from sapwood.buffers import Arena
 from sapwood.state.shards import ShardPlan
 from sapwood.tiers.record import CheckpointId, Lineage
 
-__all__ = ["Durable", "Engine", "Failed", "Freed", "Job", "Listener", "Progress"]
+__all__ = ["Durable", "Engine", "Failed", "Freed", "Job", "Listener", "NoRoom", "Progress"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,18 @@ class Failed:
     """No more tries: the checkpoint will not be in this tier."""
 
 
-Progress = Freed | Durable | Failed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoRoom:
+    """A tier has no room for a checkpoint; all ranks of the node hear it, whoever's shard it is.
+
+    What is dropped from the tier now makes room before the next try.
+    """
+
+    id: CheckpointId
+    tier: str
+
+
+Progress = Freed | Durable | Failed | NoRoom
 Listener = Callable[[Progress], None]
 """Called on a thread of the engine's client, never on the training thread."""
 

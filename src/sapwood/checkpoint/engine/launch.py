@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sapwood.checkpoint.engine.address import Address
 from sapwood.errors import CheckpointError
+from sapwood.runtime.regular import open_regular, read_regular
 
 __all__ = ["launch"]
 
@@ -79,7 +80,7 @@ def _open(log: Path | None) -> int:
     if log is not None:
         with suppress(OSError):
             log.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            return open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
@@ -87,5 +88,5 @@ def _last_words(log: Path | None) -> str:
     if log is None:
         return ""
     with suppress(OSError):
-        return f"; {log} ends with:\n{log.read_text(errors='replace')[-_SHOWN:]}"
+        return f"; {log} ends with:\n{read_regular(log).decode(errors='replace')[-_SHOWN:]}"
     return ""

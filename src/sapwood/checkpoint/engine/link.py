@@ -141,30 +141,24 @@ class Link:
 def connect(address: Address, tokens: Sequence[str], hello: Mapping[str, Any]) -> Link | None:
     """Connect to the engine at an address, if there is one.
 
+    All tokens are shown at once: an engine that knew none of them would leave its name to us.
+
     Raises:
         Refused: it is another user's, or knows none of the tokens.
         WireError: it does not answer.
     """
-    refused: Refused | None = None
-    for token in tokens:
-        sock = _dial(address)
-        if sock is None:
-            return None
-        wire = Wire(sock, send_timeout=SEND_TIMEOUT)
-        try:
-            return Link(wire, _shake_hands(wire, {**hello, "op": "hello", "token": token}))
-        except Closed:  # it was about to end
-            wire.close()
-            return None
-        except Refused as error:
-            wire.close()
-            refused = error
-        except BaseException:
-            wire.close()
-            raise
-    if refused is not None:
-        raise refused
-    return None
+    sock = _dial(address)
+    if sock is None:
+        return None
+    wire = Wire(sock, send_timeout=SEND_TIMEOUT)
+    try:
+        return Link(wire, _shake_hands(wire, {**hello, "op": "hello", "tokens": list(tokens)}))
+    except Closed:  # it was about to end
+        wire.close()
+        return None
+    except BaseException:
+        wire.close()
+        raise
 
 
 def _dial(address: Address) -> socket.socket | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sapwood.checkpoint.engine.base import Durable, Failed, Freed, Job, Progress
+from sapwood.checkpoint.engine.base import Durable, Failed, Freed, Job, NoRoom, Progress
 from sapwood.state.catalog import Catalog
 from sapwood.state.shards import Shard, ShardPlan
 from sapwood.tiers.record import CheckpointId, Lineage
@@ -24,10 +24,11 @@ __all__ = [
     "to_progress",
 ]
 
-_KINDS: dict[str, type[Freed] | type[Durable] | type[Failed]] = {
+_KINDS: dict[str, type[Freed] | type[Durable] | type[Failed] | type[NoRoom]] = {
     "freed": Freed,
     "durable": Durable,
     "failed": Failed,
+    "no_room": NoRoom,
 }
 
 

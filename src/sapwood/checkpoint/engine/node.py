@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from sapwood.buffers import Arena
-from sapwood.checkpoint.engine.base import Failed, Freed, Job, Listener, Progress
+from sapwood.checkpoint.engine.base import Failed, Freed, Job, Listener, NoRoom, Progress
 from sapwood.checkpoint.engine.link import Link
 from sapwood.checkpoint.engine.messages import from_job, from_plan, to_id, to_progress
 from sapwood.checkpoint.engine.reach import Reach
@@ -96,7 +96,8 @@ class NodeEngine:
         with self._state:
             self._busy[job.arena] = link
             if tiers:
-                self._open[shard] = (link, tiers)
+                # The same shard may be on its way to other tiers already.
+                self._open[shard] = (link, tiers | self._open.get(shard, (link, set()))[1])
         try:
             link.wire.send(from_job(job, self._send_plan(link, job)))
         except CheckpointError as error:
@@ -226,7 +227,7 @@ class NodeEngine:
             if isinstance(progress, Freed) and self._busy.pop(progress.arena, None) is None:
                 return
         self._listen(progress)
-        if isinstance(progress, Freed) or not getattr(progress, "final", True):
+        if isinstance(progress, (Freed, NoRoom)) or not getattr(progress, "final", True):
             return
         shard = Stored(progress.id, progress.rank)
         with self._state:

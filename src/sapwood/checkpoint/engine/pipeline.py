@@ -5,6 +5,9 @@ as soon as nobody needs it: tiers behind a node's own disk read the shard from t
 fails is tried again after longer and longer pauses, reported, and at last given up for this shard;
 it never holds up another tier. What nobody foresaw is logged with its traceback and reported like
 any other failure: a shard always comes to an end, and whoever submitted it hears of it.
+
+A tier without room first loses what came to nothing there. Then whoever knows which checkpoints are
+to be kept is told (``NoRoom``), and what they let go is removed before the next try.
 """
 
 from __future__ import annotations
@@ -14,19 +17,22 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from sapwood.checkpoint.engine.base import Durable, Failed, Job, Listener
+from sapwood.checkpoint.engine.base import Durable, Failed, Job, Listener, NoRoom
+from sapwood.checkpoint.engine.removals import Removals
 from sapwood.errors import CheckpointError, SapwoodError
 from sapwood.runtime import faults
+from sapwood.runtime.heartbeat import beat
 from sapwood.runtime.worker import Worker
 from sapwood.tiers.base import Mendable, Stored, Tier, read_range
 from sapwood.tiers.memory import MemoryTier
 from sapwood.tiers.record import CheckpointId, ShardRecord, describe
+from sapwood.tiers.room import NoRoomError
 from sapwood.tiers.spec import TierSpec
 
 __all__ = ["Pipeline"]
@@ -80,15 +86,19 @@ class Pipeline:
         tell: Listener,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """``tell`` hears of shards without a listener of their own, on the pipeline's threads.
+        """``tell`` hears of tiers without room, and of shards without a listener of their own.
 
-        ``on_close`` ends what the tiers need from others, after the tiers themselves.
+        It is called on the pipeline's threads. ``on_close`` ends what the tiers need from others,
+        after the tiers themselves.
         """
         self._on_close = on_close
         self.tiers = {tier.name: tier for _, tier in tiers}
         self._specs = {tier.name: spec for spec, tier in tiers}
         self._tell = tell
         self._stop = threading.Event()
+        self._last_tries = threading.Event()
+        self._gone: set[str] = set()
+        self._removals = Removals(self.tiers)
         self._open = 0
         self._idle = threading.Condition()
         self._loads: Counter[CheckpointId] = Counter()
@@ -111,16 +121,21 @@ class Pipeline:
         self._checksums.submit(lambda: self._describe(load))
 
     def drop(self, id: CheckpointId, tiers: Sequence[str]) -> None:
-        """Remove a checkpoint from some tiers, after what is queued there.
+        """Remove a checkpoint from some tiers, after what is queued there, or is tried again there.
 
         From this node's disk only when no tier behind it still reads it there.
         """
         for name in self.tiers.keys() & set(tiers):
             with self._idle:
-                if name == _ON_DISK and self._loads[id]:
+                busy = self._loads[id] > 0
+                if name == _ON_DISK and busy:
                     self._drop_later[id] = None
                     continue
-            self._workers[name].submit(lambda name=name: self._drop(name, id))  # type: ignore[misc]
+            if busy:  # what is queued may be of this very checkpoint
+                self._workers[name].submit(lambda name=name: self._removals.remove(name, id))  # type: ignore[misc]
+            else:
+                self._removals.add(name, id)
+                self._workers[name].submit(lambda name=name: self._removals.run(name))  # type: ignore[misc]
 
     def mend(self, id: CheckpointId) -> None:
         """Have tiers that rest on several nodes write anew what was lost of a checkpoint."""
@@ -129,6 +144,21 @@ class Pipeline:
                 with self._idle:
                     self._open += 1
                 self._workers[name].submit(lambda tier=tier: self._mend(tier, id))  # type: ignore[misc]
+
+    def hurry(self, *, hurried: bool = True) -> None:
+        """No rank is left, or one is back: whether a shard that fails is not tried again.
+
+        Nor are those behind it tried at the same tier. What is being written, however slowly, goes
+        on.
+        """
+        if hurried == self._last_tries.is_set():
+            return
+        if hurried:
+            self._last_tries.set()
+        else:
+            self._last_tries.clear()
+            self._gone.clear()
+        self._removals.end(over=hurried)
 
     def drain(self, timeout: float) -> bool:
         """Wait until nothing is on its way; False if that took too long."""
@@ -139,6 +169,7 @@ class Pipeline:
         """Finish what is on its way, then end; False if something had to be given up."""
         done = self.drain(timeout)
         self._stop.set()
+        self._removals.end()
         for worker in (self._checksums, *self._workers.values()):
             worker.close(5.0)
         for tier in self.tiers.values():
@@ -193,7 +224,7 @@ class Pipeline:
             due = id in self._drop_later
             self._drop_later.pop(id, None)
         if due and not self._stop.is_set():
-            self._workers[_ON_DISK].submit(lambda: self._drop(_ON_DISK, id))
+            self._workers[_ON_DISK].submit(lambda: self._removals.remove(_ON_DISK, id))
 
     def _keep(self, load: _Load, names: list[str]) -> None:
         name = names[0]
@@ -228,23 +259,55 @@ class Pipeline:
     def _try(self, load: _Load, name: str) -> bool:
         """Put a shard, trying again as often as the tier's settings say."""
         pause = _FIRST_PAUSE
-        retries = self._specs[name].retries
-        for left in range(retries, -1, -1):
+        for left in range(self._specs[name].retries, -1, -1):
+            if name in self._gone:
+                why = CheckpointError("the tier failed just before, and the engine is about to end")
+                self._give_up(load, [name], why)
+                return False
             try:
-                self._put(load, self.tiers[name])
+                self._put_with_room(load, name)
                 return True
             except SapwoodError as error:
-                if left == 0 or self._stop.is_set():
-                    self._give_up(load, [name], error)
+                if self._last_tries.is_set():
+                    self._gone.add(name)
+                if left == 0 or self._stop.is_set() or self._last_tries.is_set():
+                    self._lost(load, name, error)
                     return False
                 job, text = load.job, str(error)
                 load.tell(Failed(id=job.id, rank=job.rank, tier=name, message=text, final=False))
-            self._stop.wait(pause)
+            self._removals.pause(name, pause)
             pause = min(pause * 2, _LAST_PAUSE)
         return False
 
+    def _put_with_room(self, load: _Load, name: str) -> None:
+        """Put a shard; if there is no room, once more without what came to nothing before."""
+        tier, id = self.tiers[name], load.job.id
+        try:
+            self._put(load, tier)
+        except NoRoomError:
+            if self._removals.reclaim(name, id):
+                with suppress(NoRoomError):
+                    self._put(load, tier)
+                    return
+            self._tell(NoRoom(id=id, tier=name))
+            raise
+
+    def _lost(self, load: _Load, name: str, error: SapwoodError) -> None:
+        """All tries were in vain."""
+        if not isinstance(error, NoRoomError):
+            self._give_up(load, [name], error)
+            return
+        id = load.job.id
+        if name == _ON_DISK:
+            self.drop(id, (name,))  # when nobody reads it there any more
+        else:
+            self._removals.give_up(name, id)
+        advice = "nothing more may be removed there: make room, or keep fewer checkpoints (keep=)"
+        self._give_up(load, [name], NoRoomError(f"{error}; {advice}"))
+
     def _put(self, load: _Load, tier: Tier) -> None:
         assert load.record is not None
+        beat()
         faults.point("engine.put", tier=tier.name, step=load.job.id.step, rank=load.job.rank)
         if isinstance(tier, MemoryTier) and load.lent.data is not None:
             load.lent.hold()
@@ -276,16 +339,3 @@ class Pipeline:
             with self._idle:
                 self._open -= 1
                 self._idle.notify_all()
-
-    def _drop(self, name: str, id: CheckpointId) -> None:
-        try:
-            self.tiers[name].drop(id)
-        except Exception as error:
-            known = isinstance(error, SapwoodError)
-            log.warning(
-                "tier %s: checkpoint %s was not removed: %s",
-                name,
-                id,
-                error,
-                exc_info=None if known else error,
-            )

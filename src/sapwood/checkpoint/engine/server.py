@@ -11,15 +11,19 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sapwood.checkpoint.engine.address import Address
+from sapwood.checkpoint.engine.base import Progress
 from sapwood.checkpoint.engine.messages import to_config
 from sapwood.checkpoint.engine.pipeline import Pipeline
 from sapwood.checkpoint.engine.requests import serve_request
 from sapwood.checkpoint.engine.session import Session
 from sapwood.checkpoint.engine.wire import Closed, Wire, WireError
 from sapwood.errors import SapwoodError
+from sapwood.runtime.heartbeat import silence
 from sapwood.tiers.make import make_tiers, serve_peers
 
 __all__ = ["Server"]
@@ -29,6 +33,9 @@ _HELLO_TIMEOUT, _HELLO_BYTES = 10.0, 4 * 2**20
 _SEND_TIMEOUT = 10.0
 _FIRST_CONTACT = 30.0
 _TICK = 0.5
+_SILENCE = 600.0
+"""Seconds one operation at a tier may take; after that the tier is taken to be gone."""
+_TOKEN_TIMEOUT = 5.0
 
 
 class Server:
@@ -51,6 +58,8 @@ class Server:
         self._alone_since = time.monotonic()
         self._grace = max(linger, _FIRST_CONTACT)
         self._ending = threading.Event()
+        self._yields = False
+        self._places_gone = False
 
     def serve(self) -> None:
         """Run until there is nothing more to do."""
@@ -63,9 +72,13 @@ class Server:
                     os.eventfd_read(self._wake)
                 else:
                     self._accept()
-        # While the name is still ours: a later engine leaves a token of its own.
-        self._address.remove_token()
+        self._remove_token()
         self._listener.close()
+        if self._places_gone:  # what is being written ends with the process, at once
+            log.info("ended: the checkpoints were removed")
+            return
+        while not self._done(_TICK):
+            pass  # others may have the name by now, but what is on its way is still carried on
         for pipeline in list(self.pipelines.values()):
             pipeline.close(_SEND_TIMEOUT)
         log.info("ended")
@@ -85,9 +98,35 @@ class Server:
             self.sessions = {n: s for n, s in self.sessions.items() if s.attached or not s.idle}
             here = any(s.attached for s in self.sessions.values())
             waited = time.monotonic() - self._alone_since > self._grace
+        if self._yields:
+            return True
         if self._ending.is_set():
-            return self.drain(_TICK)
-        return not here and waited and self.drain(0.0)
+            return self._done(_TICK, hurry=False)
+        return not here and waited and self._done(0.0)
+
+    def _done(self, timeout: float, *, hurry: bool = True) -> bool:
+        """Whether nothing is on its way, or nothing that moves.
+
+        ``hurry``: nobody is left to wait for a tier that fails, so that it is not tried again.
+        """
+        if hurry:
+            for pipeline in list(self.pipelines.values()):
+                pipeline.hurry()
+        if self.drain(timeout):
+            return True
+        if silence() < _SILENCE:
+            return False
+        log.error("a tier has not moved for %g s; what was on its way there is lost", silence())
+        return True
+
+    def _remove_token(self) -> None:
+        """Take the token away while the name is still ours: a later engine leaves its own.
+
+        On a thread, because a file system that is gone may never answer.
+        """
+        remover = threading.Thread(target=self._address.remove_token, daemon=True)
+        remover.start()
+        remover.join(_TOKEN_TIMEOUT)
 
     # -- one thread per rank -----------------------------------------------------------------
 
@@ -140,12 +179,12 @@ class Server:
         hello, fds = wire.receive(_HELLO_BYTES)
         for fd in fds:
             os.close(fd)
-        shown = str(hello.get("token", "")).encode()
-        if hello["op"] != "hello" or not hmac.compare_digest(shown, self._token.encode()):
-            raise WireError("the token is wrong: this engine belongs to another group")
+        if hello["op"] != "hello" or not self._knows(hello.get("tokens")):
+            raise WireError(f"the token is wrong: {self._stand_aside()}")
         wire.patience(None)
         name, group = str(hello["session"]), str(hello["group"])
         pipeline = self._pipeline(hello["config"])
+        pipeline.hurry(hurried=False)
         with self._lock:
             session = self.sessions.setdefault(name, Session(name, group, pipeline))
             if not session.attach(wire, int(hello["attempt"])):
@@ -155,6 +194,37 @@ class Server:
             self._linger, self._group = float(hello["linger"]), group
         log.info("process %d is here as session %s", pid, name)
         return session
+
+    def _knows(self, shown: object) -> bool:
+        """Whether the token is among those a rank shows: its own, and what it found here."""
+        tokens = [str(token).encode() for token in shown] if isinstance(shown, list) else []
+        return any(hmac.compare_digest(token, self._token.encode()) for token in tokens)
+
+    def _stand_aside(self) -> str:
+        """Somebody wants the name who does not know the token: leave it, unless a rank is here.
+
+        It is the same user, as the kernel says, who saves to the same places, and the file with the
+        token is out of reach: whoever wrote it is not coming back. What to tell them.
+        """
+        with self._lock:
+            here = [s for s in self.sessions.values() if s.alive]
+        if here:
+            return (
+                f"this engine serves another training that saves here, process {here[0].pid}; use "
+                "another place, or end that one first"
+            )
+        log.info("another training wants to save here: this engine, which nobody uses, ends")
+        # Checkpoints whose folder was removed are not to come back.
+        self._places_gone = not self._address.token_there and self._emptied()
+        self._yields = True
+        os.eventfd_write(self._wake, 1)
+        return "this engine belongs to a training that is gone, and ends now; try again"
+
+    def _emptied(self) -> bool:
+        """Whether checkpoints go to folders, and none of those has anything in it."""
+        configs = [to_config(json.loads(key)) for key in list(self.pipelines)]
+        specs = [spec for found, _ in configs for spec in found if spec.kind != "memory"]
+        return bool(specs) and not any(not s.folder or _any_in(Path(s.folder)) for s in specs)
 
     def _left(self, session: Session, wire: Wire, *, clean: bool) -> bool:
         """A rank has left; whether the engine ends now."""
@@ -186,8 +256,17 @@ class Server:
                     peers.close()
                     raise
                 pairs = list(zip(specs, tiers, strict=True))
-                self.pipelines[key] = Pipeline(pairs, _unheard, on_close=peers.close)
+                tell = partial(self._tell_all, key)
+                self.pipelines[key] = Pipeline(pairs, tell, on_close=peers.close)
             return self.pipelines[key]
+
+    def _tell_all(self, key: str, progress: Progress) -> None:
+        """Tell every rank with these settings: which of them may remove checkpoints, they know."""
+        with self._lock:
+            pipeline = self.pipelines.get(key)
+            found = [s for s in self.sessions.values() if s.pipeline is pipeline and s.attached]
+        for session in found:
+            session.tell(progress)
 
     def retire_others(self, pipeline: Pipeline) -> None:
         """Close pipelines of settings nobody has any more; what their memory holds goes with them.
@@ -207,5 +286,11 @@ class Server:
             one.close(_SEND_TIMEOUT)
 
 
-def _unheard(progress: object) -> None:
-    log.debug("nobody hears of %s", progress)
+def _any_in(folder: Path) -> bool:
+    """Whether a folder holds anything a user sees."""
+    try:
+        return any(not entry.name.startswith(".") for entry in folder.iterdir())
+    except FileNotFoundError:
+        return False
+    except OSError:  # it cannot be looked at; then nobody knows that it is empty
+        return True

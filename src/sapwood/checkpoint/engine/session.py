@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from sapwood.buffers import Arena
-from sapwood.checkpoint.engine.base import Failed, Freed, Job, Progress
+from sapwood.checkpoint.engine.base import Durable, Failed, Freed, Job, Progress
 from sapwood.checkpoint.engine.messages import from_progress
 from sapwood.checkpoint.engine.pipeline import Pipeline
 from sapwood.checkpoint.engine.wire import Wire, WireError
@@ -76,6 +77,20 @@ class Session:
         return self._wire is not None
 
     @property
+    def alive(self) -> bool:
+        """Whether the rank is connected, and not only a child that has inherited its socket."""
+        pid = self.pid
+        return self.attached and (pid == 0 or _lives(pid))
+
+    @property
+    def pid(self) -> int:
+        """The rank's process; 0 if it is out of sight, or not connected."""
+        wire = self._wire
+        with suppress(OSError):
+            return 0 if wire is None else wire.peer[0]
+        return 0
+
+    @property
     def idle(self) -> bool:
         """Whether nothing of it is needed any more, once the rank is gone."""
         with self._lock:
@@ -136,9 +151,9 @@ class Session:
                 raise ValueError(f"arena {job.arena} is in use, or smaller than {nbytes} bytes")
             lent.shard = shard
             # Not those of other settings: nobody would ever report on them.
-            self._open[shard] = set(job.tiers) & self.pipeline.tiers.keys()
-            if not self._open[shard]:
-                del self._open[shard]
+            tiers = self._open.get(shard, set()) | (set(job.tiers) & self.pipeline.tiers.keys())
+            if tiers:  # the same shard may be on its way to other tiers already
+                self._open[shard] = tiers
         given_back: Callable[[], None] = lambda: self._given_back(job.arena, lent)  # noqa: E731
         # No memory has zero bytes, but a shard may.
         self.pipeline.submit(job, lent.arena.bytes[:nbytes], given_back, self.tell)
@@ -152,7 +167,7 @@ class Session:
 
     def tell(self, progress: Progress) -> None:
         """Report to the rank, if it is there; called on the pipeline's threads."""
-        if not isinstance(progress, Freed) and getattr(progress, "final", True):
+        if isinstance(progress, (Durable, Failed)) and getattr(progress, "final", True):
             if isinstance(progress, Failed):
                 log.error("%s, tier %s: %s", progress.id, progress.tier, progress.message)
             shard = Stored(progress.id, progress.rank)
@@ -180,3 +195,12 @@ class Session:
             if self._lent.get(number) is lent:
                 del self._lent[number]
             lent.arena.close()
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process is there, and not merely waiting for its parent to notice its death."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")

@@ -13,13 +13,14 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
 from sapwood.errors import CheckpointError
 from sapwood.state.plain import from_plain, to_plain
-from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, matches
+from sapwood.tiers.digest import DEFAULT_ALGORITHM, seal_json, unseal
 from sapwood.tiers.record import RANGE_BYTES
 
 __all__ = ["Item", "Manifest", "cuts"]
@@ -77,12 +78,14 @@ class Manifest:
                 "range_bytes": RANGE_BYTES,
                 "state": {k: _plain(v) for k, v in self.metadata.state_dict_metadata.items()},
                 "planner": to_plain(self.metadata.planner_data, "the planner's data"),
+                "version": self.metadata.version,
+                "storage": _plain_meta(self.metadata.storage_meta),
                 "files": dict(self.files),
                 "items": [_row(item) for item in self.items],
             },
             separators=(",", ":"),
         ).encode()
-        return body + b"\n" + f"{self.algorithm}:{digest(body, self.algorithm)}".encode()
+        return seal_json(body, self.algorithm)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> Manifest:
@@ -91,10 +94,7 @@ class Manifest:
         Raises:
             CheckpointError: it is truncated, was changed, or is no manifest.
         """
-        body, _, tail = content.rpartition(b"\n")
-        algorithm, _, mark = tail.decode("ascii", "replace").partition(":")
-        if not body or not mark or not matches(body, mark, algorithm):
-            raise CheckpointError(f"{what} is damaged: its own checksum does not match")
+        body = unseal(content, what)
         try:
             return _decoded(json.loads(body))
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -125,6 +125,24 @@ def _entry(plain: Any) -> TensorStorageMetadata | BytesStorageMetadata:
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
             for offsets, sizes in plain["chunks"]
         ],
+    )
+
+
+def _plain_meta(meta: StorageMeta | None) -> Any:
+    """Not the id of a load: every reader draws its own."""
+    if meta is None:
+        return None
+    place = None if meta.checkpoint_id is None else str(meta.checkpoint_id)
+    return {"checkpoint_id": place, "save_id": meta.save_id, "modules": list(meta.modules)}
+
+
+def _meta(plain: Any) -> StorageMeta | None:
+    if plain is None:
+        return None
+    return StorageMeta(
+        checkpoint_id=plain["checkpoint_id"],
+        save_id=plain["save_id"],
+        modules=[str(name) for name in plain["modules"]],
     )
 
 
@@ -159,7 +177,12 @@ def _decoded(body: Mapping[str, Any]) -> Manifest:
         raise ValueError("a file lies outside the save")
     state = {name: _entry(plain) for name, plain in body["state"].items()}
     return Manifest(
-        metadata=Metadata(state_dict_metadata=state, planner_data=from_plain(body["planner"])),
+        metadata=Metadata(
+            state_dict_metadata=state,
+            planner_data=from_plain(body["planner"]),
+            storage_meta=_meta(body.get("storage")),  # saves of earlier versions have none
+            version=body.get("version"),
+        ),
         items=tuple(_item(row, files) for row in body["items"]),
         files=files,
         algorithm=body["algorithm"],

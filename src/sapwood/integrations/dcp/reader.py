@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -22,6 +23,7 @@ from torch.futures import Future
 from sapwood.errors import CheckpointError, MismatchError
 from sapwood.integrations.dcp import saves
 from sapwood.integrations.dcp.manifest import Item, Manifest, cuts
+from sapwood.runtime.regular import open_regular, read_regular
 from sapwood.tiers.digest import matches
 
 __all__ = ["SapwoodReader"]
@@ -41,6 +43,8 @@ class SapwoodReader(StorageReader):
         """Nothing is read yet."""
         self.place = saves.place_of(place)
         self.save = save
+        self.load_id = str(uuid4())
+        """Tells loads apart; ``reset`` draws another."""
         self._home: Path | None = None
         self._manifest: Manifest | None = None
         self._items: dict[Any, Item] = {}
@@ -52,6 +56,7 @@ class SapwoodReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins."""
+        self.load_id = str(uuid4())
         self._home, self._manifest, self._items = None, None, {}
         if checkpoint_id:
             self.place = saves.place_of(checkpoint_id)
@@ -75,6 +80,8 @@ class SapwoodReader(StorageReader):
             self._home = self.place / name
             metadata = self._manifest.metadata
             metadata.storage_data = {item.index: item for item in self._manifest.items}
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
             return metadata
         what = "; ".join(problems) or "there is no save in it"
         raise CheckpointError(f"nothing can be loaded from {self.place}: {what}")
@@ -157,8 +164,7 @@ class _Files:
         memory = memoryview(data)
         try:
             if item.file not in self._fds:
-                path = self._home / item.file
-                self._fds[item.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._fds[item.file] = open_regular(self._home / item.file)
             done = 0
             while done < item.nbytes:
                 count = os.preadv(self._fds[item.file], [memory[done:]], item.start + done)
@@ -184,7 +190,7 @@ class _Files:
 def _read_manifest(home: Path) -> Manifest:
     path = home / saves.MANIFEST
     try:
-        manifest = Manifest.decode(path.read_bytes(), str(path))
+        manifest = Manifest.decode(read_regular(path), str(path))
         for name, size in manifest.files.items():
             found = (home / name).stat().st_size
             if found != size:

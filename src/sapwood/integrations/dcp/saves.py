@@ -13,13 +13,23 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from sapwood.errors import ConfigError
 from sapwood.tiers.files import Files
 
-__all__ = ["INCOMING", "MANIFEST", "claim", "clear_leftovers", "drop", "place_of", "saves"]
+__all__ = [
+    "INCOMING",
+    "MANIFEST",
+    "claim",
+    "clear_leftovers",
+    "drop",
+    "forget",
+    "place_of",
+    "saves",
+]
 
 INCOMING = "incoming"
 MANIFEST = "manifest.json"
@@ -74,6 +84,14 @@ def drop(place: Path, name: str, files: Files) -> None:
         files.publish(place / name, grave)
     files.sync_folder(place)
     files.remove_tree(grave)
+
+
+def forget(place: Path, partial: str, incoming: Iterable[str]) -> None:
+    """Remove what a save that failed has written."""
+    shutil.rmtree(place / partial, ignore_errors=True)
+    for name in incoming:
+        with suppress(OSError):
+            (place / INCOMING / name).unlink()
 
 
 def clear_leftovers(place: Path) -> None:

@@ -11,10 +11,12 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -49,6 +51,8 @@ class SapwoodWriter(StorageWriter):
             raise ConfigError(f"keep is {keep}, expected at least 1, or None")
         self.place = saves.place_of(place)
         self.keep = keep
+        self.save_id = str(uuid4())
+        """Tells saves apart; ``reset`` draws another, as it does for torch's own writer."""
         self._files = Files()
 
     @classmethod
@@ -58,8 +62,13 @@ class SapwoodWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins."""
+        self.save_id = str(uuid4())
         if checkpoint_id:
             self.place = saves.place_of(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """What DCP tells planners, and keeps with the save: where it is, and which one."""
+        return StorageMeta(checkpoint_id=str(self.place), save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be made safe.
@@ -123,6 +132,18 @@ class SapwoodWriter(StorageWriter):
 
     def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         name = saves.claim(self.place, self._files)
+        try:
+            self._put_together(name, metadata, results)
+        except BaseException:
+            # On a full disk, what came to nothing must not take the room of the next save.
+            files = [r[0].storage_data.file for r in results if r]
+            saves.forget(self.place, f"{name}.partial", files)
+            raise
+        self._tidy()
+
+    def _put_together(
+        self, name: str, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> None:
         partial = self.place / f"{name}.partial"
         items: list[Item] = []
         sizes: dict[str, int] = {}
@@ -133,12 +154,13 @@ class SapwoodWriter(StorageWriter):
             items += [dataclasses.replace(r.storage_data, file=target.name) for r in theirs]
             sizes[target.name] = target.stat().st_size
         self._files.sync_folder(partial)
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_meta = self.storage_meta()
         manifest = Manifest(metadata=metadata, items=tuple(items), files=sizes)
         self._files.write_whole(partial / saves.MANIFEST, manifest.encode())
         self._files.publish(partial, self.place / name)
         self._files.sync_folder(self.place)
         metadata.storage_data = {item.index: item for item in items}
-        self._tidy()
 
     def _tidy(self) -> None:
         """Remove old saves; the new one is safe, so that this fails is no failure of it."""

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from sapwood.errors import TierError
 from sapwood.runtime import faults
+from sapwood.runtime.heartbeat import beat
 from sapwood.tiers.s3.place import S3Place, failure
 from sapwood.tiers.s3.sigv4 import encoded_path, encoded_query, payload_hash, signed
 
@@ -145,6 +146,7 @@ class Multipart:
         path = f"{self._base}/{self._place.bucket}{key}"
         pause = _FIRST_PAUSE
         for left in range(self._place.retries, -1, -1):
+            beat()
             faults.point("s3", op=op, object=name or "")
             try:
                 status, answer, text = self._request(method, path, query, body, headers or {})

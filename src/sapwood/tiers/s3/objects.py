@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from sapwood.errors import ConfigError
 from sapwood.runtime import faults
+from sapwood.runtime.heartbeat import beat
 from sapwood.tiers.s3.place import S3Place, failure
 
 try:
@@ -142,6 +143,7 @@ class Objects:
             self._do("delete", names[0], lambda: obstore.delete(self._store, list(names)))
 
     def _do(self, op: str, name: str, request: Callable[[], T]) -> T:
+        beat()
         faults.point("s3", op=op, object=name)
         try:
             return request()

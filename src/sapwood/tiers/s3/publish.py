@@ -9,17 +9,19 @@ files come out the same bytes, and appear whole.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
 from sapwood.state.catalog import FileLayout
 from sapwood.tiers.base import Stored
 from sapwood.tiers.digest import matches
+from sapwood.tiers.manifest import Manifest, join
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
+from sapwood.tiers.s3.manifests import manifest_name, read_manifest
 from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart, UploadGoneError
 from sapwood.tiers.s3.objects import Objects
 from sapwood.tiers.s3.parts import HEADER, Part, Run, plan_parts
@@ -28,7 +30,7 @@ from sapwood.tiers.s3.upload import upload
 
 __all__ = ["Publisher", "Source", "record_name", "stored_in"]
 
-FORMAT = "sapwood-checkpoint/1"
+log = logging.getLogger(__name__)
 _AT_ONCE = 8
 """Ranges verified together."""
 _RECORD = re.compile(r"shard-(\d+)\.json")
@@ -69,7 +71,7 @@ class Publisher:
 
     def published(self, id: CheckpointId) -> bool:
         """Whether the manifest is there."""
-        return self._objects.size(f"{id.folder}/manifest.json") is not None
+        return self._objects.size(manifest_name(id)) is not None
 
     def claim(self, id: CheckpointId, rank: int) -> bool:
         """Whether this rank is the one to publish."""
@@ -88,10 +90,10 @@ class Publisher:
             TierError: it could not be done now.
             CheckpointError: the shards do not belong together.
         """
-        records = {rank: self._record(id, rank, mine) for rank in range(world)}
+        contents = {rank: self._content(id, rank, mine) for rank in range(world)}
+        records = _decoded(id, contents)
         first = records[0]
-        if any((r.catalog, r.world) != (first.catalog, world) for r in records.values()):
-            raise CheckpointError(f"the shards of checkpoint {id} do not belong together")
+        manifest = join(contents, first, id.folder)
         again = self.published(id)
         sources = _Sources(records, mine, frozenset(self._objects.names(id.folder)))
         try:
@@ -102,7 +104,7 @@ class Publisher:
             if self.published(id) and (isinstance(error, UploadGoneError) or not again):
                 return
             raise
-        self._objects.create(f"{id.folder}/manifest.json", _manifest(first))
+        self._tell(id, manifest.encode(), again=again)
         # Now all other uploads for this checkpoint are of engines that died, or came second.
         self.abort_uploads(id)
         self.tidy(id, sources.names)
@@ -114,11 +116,15 @@ class Publisher:
         did not come to. Younger ones stay: somebody puts them to mend a file.
         """
         entries = self._objects.entries(id.folder)
-        manifest = entries.get(f"{id.folder}/manifest.json")
+        manifest = entries.get(manifest_name(id))
         bins = [name for name in entries if _DATA.fullmatch(name.partition("/")[2])]
         if manifest is None or not bins:
             return
-        files = json.loads(self._objects.get(f"{id.folder}/manifest.json"))["files"]
+        try:
+            files = self._manifest(id).files
+        except CheckpointError as error:
+            log.warning("the shards of checkpoint %s stay beside its files: %s", id, error)
+            return
         there = {name.partition("/")[2]: entry.size for name, entry in entries.items()}
         if all(there.get(name) == size for name, size in files.items()):
             old = [n for n in bins if n in used or entries[n].changed < manifest.changed]
@@ -128,9 +134,10 @@ class Publisher:
         """Read the files and compare them with the shards' checksums; bytes read.
 
         Raises:
-            CheckpointError: a file is missing or damaged.
+            CheckpointError: a file, or the manifest, is missing or damaged.
         """
-        records = [self._record(id, rank, None) for rank in range(world)]
+        contents = {rank: self._content(id, rank, None) for rank in range(world)}
+        records = list(_decoded(id, contents).values())
         total = 0
         for layout in records[0].catalog.layouts.values():
             name = f"{id.folder}/{layout.filename}"
@@ -145,7 +152,33 @@ class Publisher:
                 for start in range(0, len(parts), _AT_ONCE):
                     self._verify(name, layout, parts[start : start + _AT_ONCE], record.algorithm)
             total += layout.size
+        self._check(self._manifest(id), contents)
         return total
+
+    def _check(self, manifest: Manifest, contents: Mapping[int, bytes]) -> None:
+        """See that a manifest was made of these records."""
+        if manifest.records and len(manifest.records) != len(contents):
+            raise CheckpointError(
+                f"{manifest_name(manifest.id)} is of {len(manifest.records)} shards, not of "
+                f"{len(contents)}"
+            )
+        for rank, mark in enumerate(manifest.records):
+            if not matches(contents[rank], mark, manifest.algorithm):
+                name = record_name(manifest.id, rank)
+                raise CheckpointError(f"{name} is not the one its manifest was made of")
+
+    def _manifest(self, id: CheckpointId) -> Manifest:
+        name = manifest_name(id)
+        try:
+            return read_manifest(self._objects.get(name), name)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{name} is missing") from error
+
+    def _tell(self, id: CheckpointId, content: bytes, *, again: bool) -> None:
+        """Put the manifest; one writer only, but for whoever mends what others published."""
+        name = manifest_name(id)
+        if not self._objects.create(name, content) and again:
+            self._objects.put(name, content)
 
     def _verify(
         self, name: str, layout: FileLayout, parts: Sequence[Range], algorithm: str
@@ -167,12 +200,13 @@ class Publisher:
         for one in self._multipart.open_uploads(id.folder):
             self._multipart.abort(one.name, one.upload)
 
-    def _record(self, id: CheckpointId, rank: int, mine: Source | None) -> ShardRecord:
+    def _content(self, id: CheckpointId, rank: int, mine: Source | None) -> bytes:
+        """A shard's record as it is stored."""
         if mine is not None and mine.record.rank == rank:
-            return mine.record
+            return mine.record.encode()
         name = record_name(id, rank)
         try:
-            return ShardRecord.decode(self._objects.get(name), name)
+            return self._objects.get(name)
         except FileNotFoundError as error:
             raise TierError(f"cannot publish checkpoint {id}: {name} is gone") from error
 
@@ -247,14 +281,5 @@ class _Gather:
         return memory
 
 
-def _manifest(record: ShardRecord) -> bytes:
-    files = {one.filename: one.size for one in record.catalog.layouts.values()}
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "step": record.id.step,
-        "attempt": record.id.attempt,
-        "world": record.world,
-        "files": files,
-        "shards": [f"shard-{rank}.json" for rank in range(record.world)],
-    }
-    return json.dumps(content, indent=1).encode()
+def _decoded(id: CheckpointId, contents: Mapping[int, bytes]) -> dict[int, ShardRecord]:
+    return {r: ShardRecord.decode(text, record_name(id, r)) for r, text in contents.items()}

@@ -37,6 +37,7 @@ from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.base import Stored
 from sapwood.tiers.leftovers import Stale
 from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.s3.manifests import manifest_name
 from sapwood.tiers.s3.multipart import Multipart, UploadGoneError
 from sapwood.tiers.s3.objects import Entry, Objects
 from sapwood.tiers.s3.place import S3Place
@@ -175,7 +176,7 @@ class S3Tier:
         """Take the records away first: a crash on the way leaves no shard that seems whole."""
         names = self._objects.names(id.folder)
         records = [record_name(id, stored.rank) for stored in stored_in(names)]
-        manifest = [name for name in names if name.endswith("/manifest.json")]
+        manifest = [name for name in names if name == manifest_name(id)]
         self._objects.delete(records)
         self._objects.delete(manifest)
         self._publisher.abort_uploads(id)
@@ -205,7 +206,7 @@ class S3Tier:
             quiet = time.time() - max(entry.changed for entry in entries.values())
             if id is None or not stale.covers(id) or quiet < stale.quiet:
                 continue
-            if f"{folder}/manifest.json" in entries:
+            if manifest_name(id) in entries:
                 self._publisher.tidy(id)
             elif not self._readable(id):
                 self.drop(id)
@@ -264,7 +265,7 @@ class S3Tier:
             for folder, entries in folders.items():
                 other = CheckpointId.parse(folder)
                 quiet = now - max(entry.changed for entry in entries.values())
-                if other is None or f"{folder}/manifest.json" in entries or quiet < _CLAIM_SECONDS:
+                if other is None or manifest_name(other) in entries or quiet < _CLAIM_SECONDS:
                     continue
                 if self.publish(other):
                     log.info("the files of checkpoint %s were made for one that died", other)

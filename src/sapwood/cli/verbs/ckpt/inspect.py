@@ -13,6 +13,7 @@ from sapwood.cli.verbs.ckpt.survey import Checkpoint, Copy, find_one
 from sapwood.cli.words import size
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Entry
+from sapwood.tiers.metrics import plain_metrics
 from sapwood.tiers.record import ShardRecord
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def _extras(found: Checkpoint) -> dict[str, Any]:
             for rank, r in sorted(found.records.items())
             if r.extras_bytes
         },
-        "metrics": found.metrics,
+        "metrics": plain_metrics(found.metrics),
         "checksums": record.algorithm,
     }
 

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, find_places
 from sapwood.cli.verbs.ckpt.survey import ABANDONED, CURRENT, Checkpoint, survey
 from sapwood.cli.words import age, size
+from sapwood.tiers.metrics import plain_metrics
 
 __all__ = ["ls"]
 
@@ -159,5 +160,5 @@ def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
         "problems": [c.problem for c in checkpoint.damaged],
         "leftovers": [str(left.path) for left in checkpoint.leftovers],
         "places": places,
-        "metrics": checkpoint.metrics,
+        "metrics": plain_metrics(checkpoint.metrics),
     }

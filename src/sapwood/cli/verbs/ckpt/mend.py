@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from sapwood.cli.verbs.ckpt.places import Place
@@ -11,6 +11,7 @@ from sapwood.cli.verbs.ckpt.verify import check_copy
 from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.assembly import extras_name
 from sapwood.tiers.base import Stored, StoredShard, read_range
+from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.files import Files
 from sapwood.tiers.record import CheckpointId, Range
 
@@ -49,6 +50,7 @@ def mend(source: Copy, target: Place, id: CheckpointId) -> None:
         # A tier that has the shard already does not write it again: mend what is there.
         if home is not None and any(home.glob("*.safetensors")):
             _patch(home, shard)
+            _renew_manifest(target, id)
     damage = next(check_copy(copy, id), None)
     if damage is not None:
         raise refused or CheckpointError(f"{target.label} could not be mended: {damage.problem}")
@@ -96,6 +98,14 @@ def _patch(home: Path, shard: StoredShard) -> None:
         files.write_whole(home / f"shard-{record.rank}.json", record.encode())
     except OSError as error:
         raise TierError(f"cannot mend {home}: {error.strerror or error}") from error
+
+
+def _renew_manifest(target: Place, id: CheckpointId) -> None:
+    """A record may be written otherwise now than it was: the manifest has its checksum."""
+    tier = target.tier
+    if isinstance(tier, ExternalTier) and tier.manifest_problem(id) is not None:
+        with suppress(TierError):  # other records are damaged as well; their turn comes
+            tier.write_manifest(id)
 
 
 def _start(part: Range) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from sapwood.cli.verbs.ckpt.places import Place
 from sapwood.errors import SapwoodError, TierError
+from sapwood.runtime.regular import open_regular
 from sapwood.state.catalog import Catalog, FileLayout
 from sapwood.tiers.files import Files
 from sapwood.tiers.record import CheckpointId
@@ -38,7 +40,7 @@ def damaged_headers(
     for layout in catalog.layouts.values():
         path = place.folder / id.folder / layout.filename
         try:
-            with path.open("rb") as file:
+            with os.fdopen(open_regular(path), "rb") as file:
                 if file.read(len(layout.header)) != layout.header:
                     found.append((path, layout))
         except FileNotFoundError:

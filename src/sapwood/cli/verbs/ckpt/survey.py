@@ -15,6 +15,7 @@ from sapwood.cli.verbs.ckpt.fragments import FragmentFolders, Fragments
 from sapwood.cli.verbs.ckpt.places import DEFAULT_PLACE, Place, checkpoint_of, find_places
 from sapwood.errors import CheckpointError, SapwoodError, TierError
 from sapwood.tiers.base import Stored, open_checked
+from sapwood.tiers.metrics import metrics_of
 from sapwood.tiers.record import CheckpointId, Lineage, ShardRecord, differing
 
 __all__ = [
@@ -152,7 +153,7 @@ class Checkpoint:
     @property
     def metrics(self) -> dict[str, float]:
         """What was saved for ``retention.best``."""
-        return dict(self.any_record.extras.get("metrics", {})) if self.any_record else {}
+        return metrics_of(self.any_record.extras) if self.any_record else {}
 
     @property
     def places(self) -> list[Place]:
