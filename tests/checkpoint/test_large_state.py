@@ -205,7 +205,7 @@ def test_shared_state_is_saved_once_and_each_rank_has_its_own(tmp_path: Path) ->
 
 def test_it_is_sent_to_ranks_that_cannot_read_it(tmp_path: Path) -> None:
     def node(rank: int) -> dict[str, str]:
-        return {"SAPWOOD_NODE": f"node{rank}", "SAPWOOD_LINGER": "0"}
+        return {"SAPWOOD_NODE": f"node{rank}", "SAPWOOD_CHECKPOINT_LINGER": "0"}
 
     ranks.spawn(save_on_ranks, 2, tmp_path, ["local"], env=node)
     found = ranks.spawn(restore_on_ranks, 2, tmp_path, ["local"], env=node)
