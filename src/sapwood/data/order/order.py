@@ -33,8 +33,8 @@ Table = NDArray[np.int32] | NDArray[np.int64]
 
 _CHUNKS, _WINDOW, _GLOBAL, _REUSE = range(1, 5)
 """Keep the keys of different permutations apart."""
-_DRAWN = 8 * 2**20
-"""Bytes of drawn orders that are kept, unless a few of them take more already."""
+_DRAWN = 2 * 2**20
+"""Bytes of each kind of drawn orders that are kept, unless a few of them take more already."""
 
 
 class _Line(NamedTuple):
