@@ -45,7 +45,7 @@ def require_int(name: str, value: object, *, least: int | None = None) -> int:
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise _refuse(name, value, "a whole number")
     try:
-        found = operator.index(value)  # type: ignore[call-overload]
+        found = operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:  # an array or a tensor of several
         raise _refuse(name, value, "a whole number") from error
     if least is not None and found < least:

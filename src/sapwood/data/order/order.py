@@ -177,7 +177,9 @@ class Order:
     def _turn(self, epoch: int, turn: int, count: int) -> Table:
         """One more order of the records in memory, each inside of its cell of streams."""
         key = np.uint64(self._key(_REUSE, epoch, turn))
-        table: Table = np.empty(count, np.int32 if count < 2**31 else np.int64)
+        table: Table = np.empty(count, np.int64)
+        if count < 2**31:
+            table = np.empty(count, np.int32)
         mixed, rounds = self.spec.mixed, np.arange(-(-count // self._streams)) * self._streams
         for first in range(0, self._streams, mixed):  # cell by cell: less memory for the sorting
             streams = np.arange(first, min(first + mixed, self._streams))
