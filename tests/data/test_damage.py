@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sapwood.data import pagefile
+from sapwood.data import LmdbReader, pagefile
 from sapwood.data.free import free_pages
 from sapwood.data.index import Index, build_index, list_databases
 from sapwood.errors import DataError
-from tests.data.databases import contents, environment, numbered, plain
+from tests.data.databases import contents, environment, numbered, plain, reference
 
 PAGE = 4096
 
@@ -92,6 +92,26 @@ def test_truncated_anywhere(good: Path, tmp_path: Path, inside: int) -> None:
 def test_meta_pages(good: Path, tmp_path: Path, change, says: str) -> None:
     with pytest.raises(DataError, match=says):
         build_index(changed(good, change, tmp_path))
+
+
+@pytest.mark.parametrize("behind", [3, 5, 9])
+def test_a_meta_page_that_is_several_transactions_behind(tmp_path: Path, behind: int) -> None:
+    """As after a crash without syncs, if only one had reached the disk; LMDB opens it."""
+    path = tmp_path / "a.mdb"
+    plain(path, numbered(100, lambda n: 90), commit=10)
+    old = path.read_bytes()[: 2 * PAGE]
+    more = numbered(100 + 10 * behind, lambda n: 90)[100:]
+    plain(path, more, commit=10)
+    newest = build_index(path).fingerprint.txnid
+    with path.open("r+b") as file:
+        stale = (newest - 1) % 2 * PAGE
+        file.seek(stale)
+        file.write(old[stale : stale + PAGE])
+    index = build_index(path, thorough=True)
+    assert index.fingerprint.txnid == newest
+    assert contents(index) == reference(path)
+    assert len(index) == 100 + 10 * behind
+    assert sum(len(one) for one in LmdbReader(path, 16, tail="keep")) == len(index)
 
 
 def test_other_kinds_of_files(tmp_path: Path) -> None:

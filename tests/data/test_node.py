@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -144,6 +145,44 @@ def test_a_rank_that_reads_and_is_stopped_is_an_error_in_time(path: Path) -> Non
         assert "gave no batch in 1 s: it is stopped, or further behind" in outcome.value
 
 
+def until_late(path: str, timeout: float) -> str:
+    """Read until somebody is late; what this rank says then."""
+    reader = LmdbReader(path, 40, share=True, epochs=None, timeout=timeout)
+    try:
+        for number, _ in enumerate(reader):
+            if number == 1:
+                ranks.mark("two")
+    except (DeadlineError, DataError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_follower_that_is_stopped_is_named(path: Path) -> None:
+    """And not the rank that reads, which only waits for it like all the others."""
+    with ranks.start(until_late, 3, str(path), 2.0) as group:
+        for rank in range(3):
+            group.wait_mark("two", rank=rank, timeout=30)
+        group.kill(2, signal.SIGSTOP)
+        outcomes = group.wait(timeout=30, ranks=[0, 1])
+        group.kill(2, signal.SIGKILL)
+    for outcome in outcomes:
+        assert re.match(
+            r"DeadlineError: no batch in 2 s: rank 2 \(process \d+\) of this host has not taken "
+            r"batch \d+ of this pass, and the others cannot go on without it: it is stopped",
+            outcome.value,
+        )
+
+
+def all_but_the_last(path: str) -> str:
+    return "" if ranks.rank() == 2 else until_late(path, 0.8)
+
+
+def test_a_follower_that_never_comes_is_named(path: Path) -> None:
+    found = ranks.spawn(all_but_the_last, 3, str(path))
+    for text in found[:2]:
+        assert "the process with local rank 2 has not begun to read" in text
+
+
 def leave_first(path: str) -> int:
     count = 0
     reader = LmdbReader(path, 40, share=True, timeout=20)
@@ -268,6 +307,31 @@ def test_staggering_alone_and_refusals(path: Path) -> None:
         read(str(path), policy="stag")
     with pytest.raises(ConfigError, match="size=0"):
         Stagger(store=HashStore(), size=0)
+
+
+@pytest.mark.parametrize("adapt", [0, 1])
+def test_a_reader_that_does_not_take_its_turn_is_named_by_all(adapt: int) -> None:
+    """Not the one before, which only waits for its own turn."""
+    store, readers, said = HashStore(), 4, {}
+
+    def go(number: int) -> None:
+        stagger = Stagger(store=store, size=1, adapt=adapt)
+        gate = Gate(stagger, "test", number=number, readers=readers, timeout=1.0)
+        try:
+            for batch in range(3):
+                if (number, batch) == (1, 1):
+                    return
+                gate.release(batch, 1000)
+        except DeadlineError as error:
+            said[number] = str(error)
+        finally:
+            gate.leave()
+
+    with ThreadPoolExecutor(readers) as pool:
+        list(pool.map(go, range(readers)))
+    assert {2, 3} <= set(said)  # with more than one at a time the first need not wait for it
+    for text in said.values():
+        assert re.match(r"reader 1 has not read its part of batch [12] for 1 s", text)
 
 
 @pytest.mark.parametrize(("size", "adapt"), [(1, 0), (2, 0), (3, 5), (1, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import zlib
 from collections import Counter
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapwood.data.order import Chunks, Order, OrderSpec, quality_of
-from sapwood.data.order.permute import Permutation, key_of
+from sapwood.data.order.permute import Permutation, key_of, mix
 from sapwood.errors import ConfigError, DataError
 
 CHUNK = 4096
@@ -210,6 +211,48 @@ def test_orders_of_today_are_those_of_tomorrow(
     assert key_of(1, 2, 3) == 6265010921381000625
     large = Permutation(300_007, 5)(np.arange(5)).tolist()
     assert large == [1035, 69695, 281495, 106719, 107757]
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 9), st.integers(1, 400), st.integers(1, 5), st.sampled_from(["process", "node"])
+)
+def test_records_are_reused_in_the_order_of_the_first_release(
+    streams: int, window: int, cell: int, scope: str
+) -> None:
+    spec = OrderSpec(
+        batch=64, shuffle="reuse", streams=streams, window=window, factor=2, scope=scope, cell=cell
+    )
+    count = 3 * streams * window + 7
+    order, places = Order(spec, chunks_of(count)), np.arange(streams * window)
+    mixed = 1 if scope == "process" else min(cell, streams)
+    for turn in range(3):
+        key = np.uint64(key_of(0, 4, 1, turn))
+        mine = places % streams // mixed
+        words = mix(places.astype(np.uint64) * np.uint64(2**33 + 1) + key)
+        expected = np.empty_like(places)
+        expected[np.argsort(mine, kind="stable")] = np.lexsort((words, mine))
+        assert np.array_equal(order._turn(1, turn, len(places)), expected)
+
+
+@pytest.mark.parametrize("shuffle", ["window", "reuse"])
+def test_what_is_drawn_takes_little_memory(shuffle: str) -> None:
+    """However small records are, and however many epochs there were."""
+    count = 200_000
+    chunks = Chunks.of(np.arange(count) * 100, np.full(count, 90), 2**20)
+    spec = OrderSpec(
+        batch=1000, shuffle=shuffle, streams=4, window=20_000, factor=2 if shuffle == "reuse" else 1
+    )
+    order, used = Order(spec, chunks), []
+    tracemalloc.start()
+    try:
+        for epoch in range(8):
+            for first in range(0, order.batches, 20):
+                order.parts(epoch, range(first, min(first + 20, order.batches)))
+            used.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert max(used) < 10 * 2**20
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 1000, 2**17, 2**17 + 1, 300_007])

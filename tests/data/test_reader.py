@@ -179,10 +179,18 @@ def test_rings_smaller_than_a_batch(
         check(batch, expected)
 
 
-def peak(path: str, policy: Any) -> int:
+def peak(path: str, policy: Any, shuffle: Any, window: int, batch: int = 64) -> int:
     """By how many bytes reading a whole database raises the memory of a process."""
     reader = LmdbReader(
-        path, 64, policy=policy, memory=4 * 2**20, chunk=2**18, window=2**20, epochs=2
+        path,
+        batch,
+        policy=policy,
+        shuffle=shuffle,
+        memory=4 * 2**20,
+        chunk=2**18,
+        window=window,
+        epochs=2,
+        reuse=Reuse(factor=4) if shuffle == "reuse" else None,
     )
     memory.available = lambda: 4096  # so that the file does not fit
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
@@ -196,12 +204,21 @@ def resident(what: str) -> int:
     return next(int(one.split()[1]) * 1024 for one in lines if one.startswith(what))
 
 
-@pytest.mark.parametrize("policy", ["auto", "coal"])
-def test_memory_stays_within_what_was_given(tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "shuffle"), [("auto", "window"), ("coal", "window"), ("coal", "reuse")]
+)
+def test_memory_stays_within_what_was_given(tmp_path: Path, policy: str, shuffle: str) -> None:
     plain(tmp_path / "a.mdb", numbered(8000, lambda n: 3000), commit=4000)
     assert (tmp_path / "a.mdb").stat().st_size > 31 * 2**20
-    (found,) = ranks.spawn(peak, 1, str(tmp_path / "a.mdb"), policy)
+    (found,) = ranks.spawn(peak, 1, str(tmp_path / "a.mdb"), policy, shuffle, 2**20)
     assert found < 10 * 2**20
+
+
+def test_memory_stays_within_what_was_given_when_small_records_are_reused(tmp_path: Path) -> None:
+    """A window has many of these, and their orders must not pile up."""
+    plain(tmp_path / "a.mdb", numbered(300_000, lambda n: 60), commit=300_000)
+    (found,) = ranks.spawn(peak, 1, str(tmp_path / "a.mdb"), "coal", "reuse", 3 * 2**20, 4096)
+    assert found < 14 * 2**20
 
 
 def test_reading_ahead_reads_everything_about_once(folder: Path) -> None:
@@ -277,6 +294,37 @@ def test_resume_at_every_batch_on_any_number_of_ranks(folder: Path, shuffle: Any
             assert list(chain(*(part.index.tolist() for part in batch))) == records
             data = b"".join(part.data.tobytes() for part in batch)
             assert data == b"".join(expected[one][1] for one in records)
+
+
+def test_a_loop_that_is_gone_on_with_is_as_long_as_is_asked_now(folder: Path) -> None:
+    """A training that is resumed with more epochs has more epochs, and not those of before."""
+    whole = indices(LmdbReader(folder / "inline", 50, seed=1, epochs=6))
+    states = {}
+    for epochs in (2, 4, None):
+        reader = LmdbReader(folder / "inline", 50, seed=1, epochs=epochs)
+        for done, _ in enumerate(islice(reader, 12), start=1):
+            states[epochs, done] = reader.state_dict()
+        reader.close()
+    for (before, done, now), last in {
+        (2, 3, 4): 24,
+        (2, 8, 6): 36,
+        (2, 8, 1): 12,
+        (4, 8, 2): 12,
+        (4, 8, 1): 12,
+        (None, 8, 2): 18,
+        (2, 12, 4): 36,  # the loop had ended: the next one begins
+    }.items():
+        reader = LmdbReader(folder / "inline", 50, seed=1, epochs=now)
+        reader.load_state_dict(states[before, done])
+        assert indices(reader) == whole[done:last], (before, done, now)
+    reader = LmdbReader(folder / "inline", 50, seed=1, epochs=None)
+    reader.load_state_dict(states[2, 8])
+    assert [one.index.tolist() for one in islice(reader, 28)] == whole[8:36]
+    reader.close()
+    old = {name: value for name, value in states[2, 8].items() if name != "epochs"}
+    reader = LmdbReader(folder / "inline", 50, seed=1, epochs=4)
+    reader.load_state_dict(old)  # of a release that did not say
+    assert indices(reader) == whole[8:12]
 
 
 def test_a_loop_goes_on_where_the_last_one_stopped(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -81,6 +81,18 @@ class Batch:
     def __iter__(self) -> Iterator[memoryview]:
         """The records."""
         return iter(self.records)
+
+    def part(self, low: int, high: int) -> Batch:
+        """Some records that follow each other, as a batch that shares this one's memory."""
+        ends = np.cumsum(self.lengths)
+        first, last = (int(ends[one - 1]) if one else 0 for one in (low, high))
+        return replace(
+            self,
+            index=self.index[low:high],
+            lengths=self.lengths[low:high],
+            data=self.data[first:last],
+            places=replace(self.places, records=self.places.records[low:high]),
+        )
 
     @cached_property
     def starts(self) -> Ints:

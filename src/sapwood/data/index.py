@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.data.check import database_name, require_bool, require_callable
 from sapwood.data.free import free_pages
 from sapwood.data.layout import DUPSORT, HEADER, OVERFLOW, Database
 from sapwood.data.leaves import Found
@@ -101,10 +102,13 @@ def build_index(
     ``progress`` is called with bytes as they have been read.
 
     Raises:
+        ConfigError: an argument is of a wrong type.
         DataError: it is damaged, of an unknown kind, has no such database, or was changed
             meanwhile.
     """
-    name = database.encode() if isinstance(database, str) else database
+    name = database_name(database)
+    require_bool("thorough", thorough)
+    require_callable("progress", progress)
     with open_pages(path) as file:
         file.progress = progress
         try:

@@ -24,6 +24,9 @@ BIG, SUB, DUP = 1, 2, 4
 DUPSORT, DUPFIXED = 4, 0x10
 """Flags of databases."""
 MAX_DEPTH = 32
+_FURTHEST = 2**32
+"""No meta page is this many transactions behind: nobody commits as often between two syncs, and a
+flipped bit of a transaction number would make the older state count."""
 META_BYTES = HEADER + 136
 DATABASE_BYTES = 48
 
@@ -141,16 +144,20 @@ def read_meta(raw: bytes, number: int, page_size: int) -> Meta:
 
 
 def latest(first: Meta, second: Meta) -> Meta:
-    """The meta page that counts: transactions write the two in turn.
+    """The meta page that counts, chosen as LMDB does: that of the later transaction.
+
+    Transactions write the two in turn, so that they are mostly one apart. After a crash of a
+    machine that wrote without syncing, only one of them may have reached the disk, and the other
+    is any number of transactions behind.
 
     Raises:
-        DataError: their transactions do not follow each other.
+        DataError: no such transactions can have been written to these pages.
     """
     even, odd = first.txnid, second.txnid
     fresh = even == odd == 0
-    if not fresh and (even % 2 != 0 or odd % 2 != 1 or abs(even - odd) != 1):
+    if not fresh and (even % 2 != 0 or odd % 2 != 1 or abs(even - odd) > _FURTHEST):
         raise DataError(
-            "pages 0 and 1: expected an even and an odd transaction that follow each other, found "
-            f"{even} and {odd}; one is damaged"
+            "pages 0 and 1: expected an even and an odd transaction that can follow each other, "
+            f"found {even} and {odd}; one is damaged"
         )
     return first if even >= odd else second

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.data.check import require_path
 from sapwood.data.layout import META_BYTES, Meta, latest, page_size_of, read_meta
 from sapwood.data.pages import Pages
 from sapwood.errors import DataError
@@ -38,8 +39,12 @@ class Fingerprint:
 
 
 def data_file(path: str | os.PathLike[str]) -> Path:
-    """The file that holds the pages: ``path`` itself, or ``data.mdb`` in that folder."""
-    found = Path(path)
+    """The file that holds the pages: ``path`` itself, or ``data.mdb`` in that folder.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    found = Path(require_path("path", path))
     return found / "data.mdb" if found.is_dir() else found
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.data.batch import Batch, KeyPlaces
+from sapwood.data.decode import decode_batch
 from sapwood.data.engines import Engine, EngineSettings, Job, choose
 from sapwood.data.engines.spare import Spare
 from sapwood.data.index import Index
@@ -24,6 +25,7 @@ from sapwood.data.provenance import Provenance
 from sapwood.data.schedule import Asked, Schedule
 from sapwood.data.source import Source
 from sapwood.data.stats import Recorder
+from sapwood.errors import UsageError
 
 if TYPE_CHECKING:
     from sapwood.data.stagger import Gate, Stagger
@@ -63,21 +65,34 @@ class Plan:
 class Pass:
     """An iterator over batches, and the position after the last one it gave."""
 
-    def __init__(self, plan: Plan, position: Position, recorder: Recorder, spare: Spare) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        position: Position,
+        recorder: Recorder,
+        spare: Spare,
+        *,
+        moved: Callable[[Position], object] = lambda position: None,
+        ended: Callable[[], object] = lambda: None,
+    ) -> None:
         """Open the database; reading begins with the first batch.
+
+        ``moved`` is told the position after each batch, and ``ended`` of the end.
 
         Raises:
             DataError: the database cannot be read, or was changed.
         """
         self.position = position
+        self._moved, self._ended = moved, ended
         self._plan, self._recorder, self._spare = plan, recorder, spare
         self._schedule = Schedule(
             order=plan.order, world=plan.world, worker=plan.worker, workers=plan.workers
         )
         self._asked: deque[Asked] = deque()
-        self._last = 0, 0
         self._pid = os.getpid()
         self._closed = False
+        self._left: str | None = None
+        """Why it was closed before its end."""
         self._source = Source(plan.index, spare.maps)
         self._batches = self._read()
 
@@ -86,28 +101,58 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
-        """The next batch, decoded if that was asked for."""
-        start = perf_counter_ns()
+        """The next batch, decoded if that was asked for.
+
+        Raises:
+            UsageError: it is another process's, or was ended by a call of the reader.
+            DataError: the database was changed, or ``decode`` raised.
+        """
+        self._check_usable()
+        start, open_before = perf_counter_ns(), not self._closed
         try:
-            found = next(self._batches)
-        except BaseException:  # at the end, too
+            batch = next(self._batches)
+        except BaseException as error:
             self.close()
+            if open_before and isinstance(error, StopIteration):
+                self._ended()
             raise
-        self._recorder.given(start, *self._last)
+        found = batch if self._plan.decode is None else self._decode(self._plan.decode, batch)
+        # Not before: what decode refuses has not been given out. The next call goes on after it.
+        self.position = self.position.after(batch.epoch, batch.number, self._plan.order.batches)
+        self._moved(self.position)
+        self._recorder.given(start, batch.epoch, batch.number)
         return found
 
-    def close(self) -> None:
-        """End the threads and close the file; calling it again does nothing."""
+    def _check_usable(self) -> None:
+        # Instead of StopIteration, which would make a loop end early without a word.
+        if self._left is not None:
+            raise UsageError(
+                f"this iterator ended before its last batch, as {self._left}: a reader has one "
+                "position; make another reader to read from two places"
+            )
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this iterator is of process {self._pid}, and its threads are not in this one "
+                f"({os.getpid()}); call iter(reader) here"
+            )
+
+    def close(self, why: str | None = None) -> None:
+        """End the threads and close the file; calling it again does nothing.
+
+        ``why`` is for those who ask for another batch afterwards.
+        """
         if os.getpid() != self._pid:
             _inherited.append(self)
             return
+        if not self._closed:
+            self._left = why
         self._batches.close()
         self._source.close()
         if not self._closed:
             self._recorder.summarise(str(self._plan.index.file))
         self._closed = True
 
-    def _read(self) -> Generator[Any, None, None]:
+    def _read(self) -> Generator[Batch, None, None]:
         plan, until = self._plan, self.position.until
         job = Job(
             source=self._source,
@@ -122,8 +167,7 @@ class Pass:
             engine, stop = self._engine(job)
             with closing(engine.read(self._wanted(self.position, stop))) as batches:
                 for data in batches:
-                    batch = self._batch(data)
-                    yield batch if plan.decode is None else plan.decode(batch)
+                    yield self._batch(data)
             if stop is not None:  # a worker's last batch need not be the epoch's
                 self.position = replace(self.position, epoch=stop, batch=0)
 
@@ -179,6 +223,9 @@ class Pass:
             self._asked.append(asked)
             yield asked.parts[0]
 
+    def _decode(self, decode: Callable[[Batch], Any], batch: Batch) -> Any:
+        return decode_batch(decode, batch, f"batch {batch.number} of epoch {batch.epoch}, ")
+
     def _batch(self, data: NDArray[np.uint8]) -> Batch:
         # Only now is it known that the bytes are of the state of which the index is.
         self._source.check()
@@ -187,8 +234,6 @@ class Pass:
         self._recorder.batch(len(records), len(data))
         if number == self._plan.order.batches // 2:
             self._recorder.halfway()
-        self._last = epoch, number
-        self.position = self.position.after(epoch, number, self._plan.order.batches)
         return Batch(
             epoch=epoch,
             number=number,

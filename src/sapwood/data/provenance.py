@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.data.check import require_choice, require_int
 from sapwood.data.index import Index
 from sapwood.data.layout import HEADER
 from sapwood.errors import ConfigError
@@ -39,6 +40,17 @@ class Provenance:
     page_size: int = 4096
     source: Literal["load", "append"] = "load"
     """How the database was written that was compacted."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no database is like.
+
+        Raises:
+            ConfigError: a number is too small or of a wrong type, or a word is not known.
+        """
+        require_choice("written", self.written, ("load", "append", "compacted"))
+        require_choice("source", self.source, ("load", "append"))
+        for name, least in (("count", 1), ("key_bytes", 1), ("value_bytes", 0), ("page_size", 1)):
+            require_int(name, getattr(self, name), least=least)
 
     def offsets(self) -> Ints:
         """Where each value is, in the order of keys.

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
 from typing import Any
+from weakref import WeakSet
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sapwood.data.batch import Batch
+from sapwood.data.check import require_instance, require_int
 from sapwood.data.engines import Policy
 from sapwood.data.engines.base import MIB
 from sapwood.data.engines.spare import Spare
 from sapwood.data.node import Node
 from sapwood.data.order import Quality, quality_of
 from sapwood.data.order.spec import Shuffle, Tail
-from sapwood.data.passes import Pass
+from sapwood.data.pagefile import Fingerprint
+from sapwood.data.passes import Pass, Plan
 from sapwood.data.position import Position, from_state, to_state
 from sapwood.data.provenance import Provenance
 from sapwood.data.settings import ReaderSettings, Reuse
 from sapwood.data.stagger import Stagger
 from sapwood.data.stats import ReadStats, Recorder
-from sapwood.errors import ConfigError
+from sapwood.data.workers import Copy, Refused, Seat, SharedPosition
+from sapwood.errors import ConfigError, DataError, SapwoodError, UsageError
 from sapwood.runtime.launch import detect
 from sapwood.trace import OFF, Tracer
 
@@ -39,6 +46,9 @@ class LmdbReader(IterableDataset[Any]):
     ranks, and each rank gets its part: the same batches come out on any number of ranks. The
     reader has a position, which ``state_dict`` keeps: a ``for`` loop goes on where the last one
     stopped, be it in the middle of an epoch, and ends after ``epochs`` epochs.
+
+    Behind a DataLoader with workers each loop is the next ``epochs`` epochs, and the position is
+    known to torchdata's StatefulDataLoader only; here asking for it is an error then.
 
     Example:
         reader = LmdbReader("train.mdb", batch_size=256, shuffle="window", seed=0)
@@ -87,7 +97,8 @@ class LmdbReader(IterableDataset[Any]):
             tail: The last batch of an epoch if records are left over. ``pad``: filled up with the
                 first of the epoch. ``drop``: left out. ``keep``: shorter, and some ranks may get
                 an empty part.
-            decode: Turns a batch into what the training uses.
+            decode: Turns a batch into what the training uses. If it raises, it is called again with
+                parts of the batch, to find the record.
             policy: How records are read; ``auto`` is the fastest way for this machine.
             share: One rank of each host reads for the others there, through shared memory; if it
                 dies or leaves, the next one does. All must then iterate alike, and ranks be found
@@ -110,7 +121,7 @@ class LmdbReader(IterableDataset[Any]):
             trace: Where times and counts are recorded.
 
         Raises:
-            ConfigError: arguments make no sense.
+            ConfigError: arguments are of wrong types or make no sense.
             DataError: the database is damaged or has no records.
         """
         if share and rank is not None:
@@ -118,6 +129,8 @@ class LmdbReader(IterableDataset[Any]):
                 f"share=True with rank={rank}: which ranks share a host is known from the launcher "
                 "only; leave rank and world out"
             )
+        require_instance("stagger", stagger, Stagger, none=True)
+        require_instance("trace", trace, Tracer)
         rank, world, node = _place(rank, world)
         self._settings = ReaderSettings(
             path=path,
@@ -144,24 +157,79 @@ class LmdbReader(IterableDataset[Any]):
             provenance=provenance,
             stagger=stagger,
         )
-        self._open(Position(), trace)
+        self._planned: Plan | SapwoodError = self._settings.plan()
+        self._begin(Position(), trace, SharedPosition(Position()))
+        _log.info("%s: shuffle %s: %s", self.path, shuffle, self.quality)
 
-    def _open(self, position: Position, trace: Tracer) -> None:
-        self._plan = self._settings.plan()
+    def _begin(self, position: Position, trace: Tracer, shared: SharedPosition) -> None:
         self._recorder = Recorder(trace)
         self._spare = Spare()
         self._kept = position
         self._live: Pass | None = None
-        _log.info("%s: shuffle %s: %s", self.path, self._settings.shuffle, self.quality)
+        self._shared, self._serial = shared, shared.serial
+        self._loops = 0
+        """How many loops this is a DataLoader's copy in, or was."""
+        self._loaded = False
+        """Whether a worker was told its position there, since its last loop."""
+        self._last: Position | None = None
+        _watch_forks(self)
+
+    @property
+    def _plan(self) -> Plan:
+        if isinstance(self._planned, SapwoodError):
+            raise self._planned
+        return self._planned
 
     def __getstate__(self) -> dict[str, Any]:
-        """Arguments and position: a copy opens the database by itself, and records no trace."""
-        return {"settings": self._settings, "position": self._position}
+        """Arguments and position: a copy opens the database by itself, and records no trace.
+
+        One for a process that is being started also gets the memory that workers share.
+        """
+        spawning = get_spawning_popen() is not None
+        self._own()
+        if not spawning:  # a worker asks the shared memory where to begin; any other copy cannot
+            self._require_known("__getstate__()")
+        state = {
+            "settings": self._settings,
+            "position": self._position,
+            "fingerprint": self._plan.index.fingerprint,
+            "order": self._state_of(Position())["order"],
+        }
+        if spawning:
+            state["shared"] = DupFd(self._shared.fd)
+            state["serial"] = self._serial
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Open the database in this process."""
+        """Open the database in this process.
+
+        Raises:
+            DataError: it is not the database of which the position is.
+        """
         self._settings = state["settings"]
-        self._open(state["position"], OFF)
+        spawned = "shared" in state
+        position = state["position"]
+        shared = SharedPosition.attach(state["shared"].detach()) if spawned else None
+        self._begin(position, OFF, shared or SharedPosition(position))
+        self._serial = state["serial"] if spawned else self._serial
+        try:
+            self._planned = self._settings.plan()
+            self._check_same(state["fingerprint"] if spawned else None, state["order"])
+        except SapwoodError as error:
+            if not spawned:
+                raise
+            # A process that ends while it starts says nothing; its first batch does.
+            self._planned = error
+
+    def _check_same(self, fingerprint: Fingerprint | None, order: dict[str, Any]) -> None:
+        """The database must be the one that was copied; one that was only moved has its layout."""
+        index = self._plan.index
+        same = fingerprint in (None, index.fingerprint)
+        if not same or self._state_of(Position())["order"] != order:
+            raise DataError(
+                f"{index.file}: the database was changed after the reader was made, of which this "
+                "is a copy; make a new reader"
+            )
 
     @property
     def path(self) -> str:
@@ -180,7 +248,12 @@ class LmdbReader(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch that comes next."""
+        """The epoch of the batch that comes next.
+
+        Raises:
+            UsageError: workers of a DataLoader read, and it is not known here.
+        """
+        self._require_known("epoch")
         return self._position.epoch
 
     @property
@@ -202,64 +275,162 @@ class LmdbReader(IterableDataset[Any]):
             raise TypeError("a reader with epochs=None has no end, and so no length")
         return self._settings.epochs * self.batches
 
-    def __iter__(self) -> Pass:
-        """Go on from the position; a pass that was left is closed."""
-        position, epochs = self._position, self._settings.epochs
-        self._leave()
-        if position.until is not None and position.until <= position.epoch:
-            until = None if epochs is None else position.epoch + epochs
-            position = replace(position, until=until, origin=None)
+    def __iter__(self) -> Iterator[Any]:
+        """Go on from the position; a pass that was left is closed.
+
+        In a worker of a DataLoader: the next epochs, of which each worker has some batches.
+        """
         info = get_worker_info()
-        plan = self._plan
         if info is not None:
-            plan = replace(plan, worker=info.id, workers=info.num_workers)
-            if position.origin is None:
-                begun = position.epoch * self.batches + position.batch
-                position = replace(position, origin=begun)
-        else:
-            position = replace(position, origin=None)
-        self._live = Pass(plan, position, self._recorder, self._spare)
+            seat = Seat(
+                seed=info.seed - info.id,
+                loop=self._loops,
+                worker=info.id,
+                workers=info.num_workers,
+            )
+            return self._iterate_as(seat)
+        self._own()
+        self._leave("another loop over the reader has begun")
+        self._keep(self._kept.begun(self._settings.epochs))
+        self._live = Pass(
+            self._plan, self._kept, self._recorder, self._spare, moved=self._shared.follow
+        )
+        return self._live
+
+    def _iterate_as(self, seat: Seat) -> Iterator[Any]:
+        try:
+            if not seat.loop:  # what was inherited from the training's process is not counted here
+                self._recorder = Recorder()
+            self._loops += 1
+            self._leave("another loop over the reader has begun")
+            plan = replace(self._plan, worker=seat.worker, workers=seat.workers)
+            copy = Copy(
+                position=self._kept, serial=self._serial, loaded=self._loaded, last=self._last
+            )
+            self._kept, self._serial = self._shared.begin(
+                seat, copy, batches=self.batches, epochs=self._settings.epochs
+            )
+            self._last, self._loaded = self._kept, False
+            self._live = Pass(
+                plan,
+                self._kept,
+                self._recorder,
+                self._spare,
+                ended=partial(self._shared.end, seat),
+            )
+        except SapwoodError as error:
+            return Refused(error)
         return self._live
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch.
 
-        With a DataLoader that has workers call it before each epoch: they work on copies, and the
-        reader here does not learn how far they got.
+        Workers of a DataLoader go there with their next loop.
+
+        Raises:
+            ConfigError: there is no such epoch.
         """
-        if epoch < 0:
-            raise ConfigError(f"epoch={epoch}: expected 0 or more")
-        self._leave()
-        self._kept = Position(epoch=epoch, until=epoch)
+        epoch = require_int("epoch", epoch, least=0)
+        self._leave("set_epoch was called")
+        self._keep(Position(epoch=epoch, until=epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was given out: a few numbers, of no rank."""
-        return to_state(self._position, self._plan.order.spec, self._plan.chunks)
+        """The position after the last batch that was given out: a few numbers, of no rank.
+
+        Raises:
+            UsageError: workers of a DataLoader read, and it is not known here.
+        """
+        self._require_known("state_dict()")
+        return self._state_of(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position, on any number of ranks.
 
         Raises:
-            ConfigError: it is of another order.
+            ConfigError: it is no state of a reader, of another order, or of another worker.
         """
-        position = from_state(state, self._plan.order.spec, self._plan.chunks)
-        self._leave()
-        self._kept = position
+        plan, epochs = self._plan, self._settings.epochs
+        position = _fitting(from_state(state, plan.order, plan.chunks, epochs))
+        self._leave("load_state_dict was called")
+        self._keep(position)
+
+    def _state_of(self, position: Position) -> dict[str, Any]:
+        plan = self._plan
+        return to_state(position, plan.order.spec, plan.chunks, self._settings.epochs)
 
     def close(self) -> None:
         """End the threads of the pass that runs, and give memory back; the position stays."""
-        self._leave()
+        self._leave("the reader was closed")
         self._spare.drop()
 
-    def _leave(self) -> None:
+    def _leave(self, why: str) -> None:
         if self._live is not None:
             self._kept = self._live.position
-            self._live.close()
+            self._live.close(why)
             self._live = None
+
+    def _keep(self, position: Position) -> None:
+        self._kept = position
+        if get_worker_info() is not None:
+            self._loaded = True
+            return
+        self._own()
+        self._serial = self._shared.set(position)
+
+    def _own(self) -> None:
+        """A forked process that is no worker reads for itself, and shares nothing with another."""
+        if get_worker_info() is None and self._shared.owner != os.getpid():
+            self._shared = self._shared.copied()
+
+    def _require_known(self, what: str) -> None:
+        self._own()
+        if get_worker_info() is None and self._shared.passed_on:
+            raise UsageError(
+                f"reader.{what}: workers of a DataLoader read with copies of this reader, some "
+                "batches ahead, and which of those the training has got is not known here. Use "
+                "torchdata's StatefulDataLoader and its state_dict(), or num_workers=0: the reader "
+                "has threads of its own. set_epoch(n) makes the position known again"
+            )
 
     @property
     def _position(self) -> Position:
         return self._kept if self._live is None else self._live.position
+
+
+_readers: WeakSet[LmdbReader] = WeakSet()
+_watching = False
+
+
+def _watch_forks(reader: LmdbReader) -> None:
+    global _watching
+    _readers.add(reader)
+    if not _watching:
+        os.register_at_fork(before=_own_all)
+        _watching = True
+
+
+def _own_all() -> None:
+    """Before a fork, which may be that of a worker: it is to share what this process owns."""
+    for reader in list(_readers):
+        reader._own()
+
+
+def _fitting(position: Position) -> Position:
+    """A position that was loaded, if this process can go on from it."""
+    info = get_worker_info()
+    here = (0, 1) if info is None else (info.id, info.num_workers)
+    if position.origin is None or (info is None and position.workers == 1):
+        return replace(position, origin=None, worker=0, workers=1)
+    # In a worker a state of an older release is taken for its own: the loader has seen to that.
+    unknown = info is not None and not position.workers
+    if not unknown and (position.worker, position.workers) != here:
+        of = f"worker {position.worker} of {position.workers or 'several'} of a DataLoader"
+        raise ConfigError(
+            f"the state is that of {of}, which has only some of the batches, and this is worker "
+            f"{here[0]} of {here[1]}; give the whole state to a StatefulDataLoader with as many "
+            "workers, or begin an epoch with set_epoch"
+        )
+    return position
 
 
 def _place(rank: int | None, world: int | None) -> tuple[int, int, Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from sapwood.data.check import require_instance
 from sapwood.data.skew import skew_of
 from sapwood.data.stats import ReadStats
 from sapwood.trace.read import Instant, Trace
@@ -24,6 +25,7 @@ class Reading:
 
 def readings_of(trace: Trace) -> list[Reading]:
     """One for each rank and file of which the trace has sums; by file, then by rank."""
+    require_instance("trace", trace, Trace)
     sums: dict[tuple[str, int], dict[str, Any]] = {}
     for one in trace.records:
         if isinstance(one, Instant) and one.name == "data read":

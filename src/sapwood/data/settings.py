@@ -6,11 +6,22 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from sapwood.data.batch import Batch
+from sapwood.data.check import (
+    database_name,
+    optional_callable,
+    optional_int,
+    require_bool,
+    require_choice,
+    require_instance,
+    require_int,
+    require_number,
+    require_path,
+)
 from sapwood.data.engines import POLICIES, SHARED, EngineSettings, Policy
 from sapwood.data.engines.base import MIB
 from sapwood.data.index import Index, list_databases
@@ -43,6 +54,16 @@ class Reuse:
     """Records change places with those of the same stream, of a node's streams, or of all."""
     node_streams: int = 4
     """How many streams are a node; the order must not depend on how many ranks one really has."""
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no order.
+
+        Raises:
+            ConfigError: a number is below 1, or the scope is unknown.
+        """
+        for name in ("factor", "node_streams"):
+            _set(self, name, require_int(name, getattr(self, name), least=1))
+        require_choice("scope", self.scope, get_args(Scope))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +100,7 @@ class ReaderSettings:
         Raises:
             ConfigError: an argument is wrong, or two do not go together.
         """
+        self._check_types()
         if not 0 <= self.rank < self.world:
             raise ConfigError(
                 f"rank={self.rank}, world={self.world}: expected a rank from 0 to world - 1"
@@ -90,14 +112,33 @@ class ReaderSettings:
             )
         if self.epochs is not None and self.epochs < 1:
             raise ConfigError(f"epochs={self.epochs}: expected 1 or more, or None for no end")
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy={self.policy!r}: expected one of {', '.join(POLICIES)}")
+        for name, known in (
+            ("policy", POLICIES),
+            ("shuffle", get_args(Shuffle)),
+            ("tail", get_args(Tail)),
+        ):
+            require_choice(name, getattr(self, name), known)
         if self.reuse is not None and self.shuffle != "reuse":
             raise ConfigError(f"reuse= is for shuffle='reuse', and that is {self.shuffle!r}")
         if self.streams < 1 or self.window < 1:
             raise ConfigError(
                 f"streams={self.streams}, window={self.window}: expected 1 or more of both"
             )
+
+    def _check_types(self) -> None:
+        require_path("path", self.path)
+        if self.index is not None:
+            require_path("index", self.index)
+        database_name(self.database)
+        for name in ("batch_size", "seed", "streams", "window", "threads", "rank", "world"):
+            _set(self, name, require_int(name, getattr(self, name)))
+        for name in ("epochs", "chunk", "memory"):
+            _set(self, name, optional_int(name, getattr(self, name)))
+        require_number("timeout", self.timeout)
+        require_bool("share", self.share)
+        optional_callable("decode", self.decode)
+        require_instance("reuse", self.reuse, Reuse, none=True)
+        require_instance("provenance", self.provenance, Provenance, none=True)
 
     def plan(self) -> Plan:
         """Open the index, and draw up all that follows.
@@ -116,7 +157,8 @@ class ReaderSettings:
         index = open_index(self.path, self.database, file=self.index)
         if not len(index):
             raise _no_records(index)
-        chunks = Chunks.of(index.offsets, index.lengths, self.chunk or _chunk_bytes(index))
+        nbytes = _chunk_bytes(index) if self.chunk is None else self.chunk
+        chunks = Chunks.of(index.offsets, index.lengths, nbytes)
         node = self.node if self.share or self.policy in SHARED else Node()
         return Plan(
             index=index,
@@ -165,6 +207,11 @@ class ReaderSettings:
             scope=reuse.scope,
             cell=reuse.node_streams,
         )
+
+
+def _set(settings: object, name: str, value: object) -> None:
+    """Numbers of numpy become Python's, so that states and messages have no others."""
+    object.__setattr__(settings, name, value)
 
 
 def _no_records(index: Index) -> DataError:

@@ -1,7 +1,7 @@
 """Keep an index in a file beside its database, and tell when it no longer fits.
 
 The file is a head of one page (what it is of, and checksums), then the four arrays one after the
-other, each on an 8-byte boundary, so that many processes can map it and share its memory.
+other, each on an 8-byte boundary, so that many processes can map a large one and share its memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sapwood.data.check import database_name, require_instance, require_path
 from sapwood.data.index import Index, build_index
 from sapwood.data.lock import alone
 from sapwood.data.pagefile import Fingerprint, data_file, open_pages
@@ -33,6 +34,9 @@ SUFFIX = ".sapwood-index"
 _HEAD = 4096
 _PATIENCE = 600.0
 """Seconds for another process to make an index; then one is made here as well."""
+_COPIED = 32 * 2**20
+"""Up to here an index is read: one that is copied over the kept one, together with its database,
+would end a process that has it mapped. A larger one is mapped, for all ranks of a host to share."""
 _MARK = "sapwood index"
 _ARRAYS = {"offsets": "<i8", "key_offsets": "<i8", "lengths": "<u4", "key_lengths": "<u2"}
 
@@ -42,7 +46,7 @@ Stale = Literal["rebuild", "refuse"]
 def index_file(path: str | os.PathLike[str], database: str | bytes | None = None) -> Path:
     """Where the index of a database is kept: beside it, or in the user's cache if it cannot be."""
     file = data_file(path).absolute()
-    name = database.encode() if isinstance(database, str) else database
+    name = database_name(database)
     mark = "" if name is None else "." + hashlib.blake2b(name, digest_size=6).hexdigest()
     beside = file.with_name(file.name + mark + SUFFIX)
     if beside.exists() or os.access(file.parent, os.W_OK):
@@ -71,7 +75,7 @@ def open_index(
     """
     if when_stale not in ("rebuild", "refuse"):
         raise ConfigError(f"when_stale={when_stale!r}: expected 'rebuild' or 'refuse'")
-    kept = Path(file) if file is not None else index_file(path, database)
+    kept = index_file(path, database) if file is None else Path(require_path("file", file))
     found = _kept(kept, path, database, when_stale)
     if found is not None:
         return found
@@ -119,7 +123,8 @@ def save_index(index: Index, file: str | os.PathLike[str]) -> None:
     Raises:
         DataError: it cannot be written.
     """
-    target, files = Path(file), Files()
+    require_instance("index", index, Index)
+    target, files = Path(require_path("file", file)), Files()
     arrays = {
         name: np.ascontiguousarray(getattr(index, name), dtype) for name, dtype in _ARRAYS.items()
     }
@@ -150,8 +155,8 @@ def load_index(
     Raises:
         DataError: it is missing, damaged, or of another database or another state of it.
     """
-    kept = Path(file)
-    name = database.encode() if isinstance(database, str) else database
+    kept = Path(require_path("file", file))
+    name = database_name(database)
     with open_pages(path) as pages:
         now = pages.fingerprint
     raw = _map(kept)
@@ -175,6 +180,8 @@ def load_index(
 def _map(kept: Path) -> memoryview:
     try:
         with kept.open("rb") as opened:
+            if os.fstat(opened.fileno()).st_size <= _COPIED:
+                return memoryview(opened.read())
             return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:
         raise DataError(f"{kept}: the index cannot be read: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sapwood.data.check import require_instance
 from sapwood.trace.read import Span, Trace
 
 __all__ = ["skew_of"]
@@ -13,6 +14,7 @@ def skew_of(trace: Trace) -> dict[int, float]:
     That is how it is in training, where ranks wait for each other after every step: for each batch
     it is the time the slowest rank needed to get its part, less the time this rank needed.
     """
+    require_instance("trace", trace, Trace)
     batches: dict[tuple[object, object], dict[int, int]] = {}
     for one in trace.records:
         if isinstance(one, Span) and one.name == "batch" and one.lane == "data":

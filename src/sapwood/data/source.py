@@ -18,10 +18,24 @@ from sapwood.errors import DataError
 
 __all__ = ["ALIGN", "FileMap", "Source"]
 
+Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
 _LIBC = ctypes.CDLL(None)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_LIBC.process_vm_writev.argtypes = [
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+]
+_LIBC.process_vm_writev.restype = ctypes.c_ssize_t
 _POPULATE_READ = 22
 _SCRATCH = 2**20
+_SPANS = 1024
+"""The most pieces of memory that one call copies."""
 
 ALIGN = 4096
 """Reads that pass by the page cache begin and end on multiples of this, in memory and on disk."""
@@ -73,6 +87,7 @@ class Source:
         self.path, self._page_size = index.file, index.page_size
         self.fd, self._direct = -1, -1
         self._maps = FileMap() if maps is None else maps
+        self._memory: Bytes | None = None
         try:
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -91,10 +106,13 @@ class Source:
             )
         self.size = now.size
 
-    def _read_metas(self) -> tuple[bytes, int]:
-        """Both meta pages, which follow each other, and how long the file is."""
-        metas = os.pread(self.fd, self._page_size + META_BYTES, 0)
-        return metas, os.fstat(self.fd).st_size
+    def _read_metas(self) -> tuple[bytes, int, int]:
+        """Both meta pages, which follow each other, and how long and how old the file is.
+
+        Its age, as another database that was copied over it may have the same meta pages.
+        """
+        metas, facts = os.pread(self.fd, self._page_size + META_BYTES, 0), os.fstat(self.fd)
+        return metas, facts.st_size, facts.st_mtime_ns
 
     def check(self) -> None:
         """Raise if somebody has written since the file was opened.
@@ -139,9 +157,44 @@ class Source:
             DataError: there is no address space for it.
         """
         try:
-            return np.frombuffer(self._maps.of(self.fd, self.size), np.uint8)
+            if self._memory is None:
+                self._memory = np.frombuffer(self._maps.of(self.fd, self.size), np.uint8)
+            return self._memory
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path}: cannot be mapped: {error}") from error
+
+    def gather(self, offsets: Ints, lengths: Ints) -> Bytes:
+        """The bytes at these offsets, one after the other, out of the file as it is mapped.
+
+        The system copies them. To touch a page of a mapped file that somebody has cut off ends the
+        process (SIGBUS), and no check before could rule that out; a system call only fails, and
+        then the bytes are read from the file, which says what is wrong.
+
+        Raises:
+            DataError: the file ends before, or the disk failed.
+        """
+        out = np.empty(int(lengths.sum()), np.uint8)
+        spans = np.empty((len(offsets), 2), np.uint64)
+        spans[:, 0], spans[:, 1] = offsets + _address(self.mapped()), lengths
+        ends = np.cumsum(lengths)
+        whole, at = np.empty(2, np.uint64), 0
+        for first in range(0, len(offsets), _SPANS):
+            last = min(first + _SPANS, len(offsets))
+            end = int(ends[last - 1])
+            whole[0], whole[1] = _address(out) + at, end - at
+            copied = _LIBC.process_vm_writev(
+                os.getpid(), _address(spans[first:last]), last - first, _address(whole), 1, 0
+            )
+            if copied != end - at:
+                self._read_each(out[at:end], offsets[first:last], lengths[first:last])
+            at = end
+        return out
+
+    def _read_each(self, out: Bytes, offsets: Ints, lengths: Ints) -> None:
+        view, at = memoryview(out), 0  # type: ignore[arg-type]
+        for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
+            self.read_into(self.fd, view[at : at + length], offset, length)
+            at += length
 
     def read_into(self, fd: int, buffer: memoryview, offset: int, needed: int) -> None:
         """Fill a buffer; after ``needed`` bytes the file may end.
@@ -209,6 +262,7 @@ class Source:
 
     def close(self) -> None:
         """Close the file; memory given out by ``mapped`` stays."""
+        self._memory = None
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -219,3 +273,9 @@ class Source:
     def __del__(self) -> None:
         """An iterator that was left in the middle is closed when it is collected."""
         self.close()
+
+
+def _address(array: NDArray[np.generic]) -> int:
+    """Where an array is; the way numpy offers with ``ctypes`` takes several times as long."""
+    found: int = array.__array_interface__["data"][0]
+    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from sapwood.data.check import require_instance, require_int
 from sapwood.errors import ConfigError, DeadlineError
 from sapwood.runtime.bounded import BoundedStore
 from sapwood.runtime.stores import PrefixStore, Store
@@ -32,8 +33,11 @@ class Stagger:
         """Refuse what lets nobody read.
 
         Raises:
-            ConfigError: a number is too small.
+            ConfigError: a number is too small, or of a wrong type.
         """
+        require_instance("store", self.store, Store)
+        require_int("size", self.size)
+        require_int("adapt", self.adapt)
         if self.size < 1 or self.adapt < 0:
             raise ConfigError(
                 f"size={self.size}, adapt={self.adapt}: expected a size of 1 or more, and a number "
@@ -69,12 +73,7 @@ class Gate:
             return
         self._learn_size(batch)
         for before in self._tokens(batch):
-            if not self._store.wait(f"ended/{before}", self._timeout):
-                who, when = before % self._readers, before // self._readers
-                raise DeadlineError(
-                    f"reader {who} has not read its part of batch {when} for {self._timeout:g} s, "
-                    f"and reader {self._number} may not begin before"
-                )
+            self._wait(batch, before)
             self._store.delete(f"ended/{before}")  # nobody else waits for it
         self._admitted = batch
 
@@ -95,6 +94,30 @@ class Gate:
     def leave(self) -> None:
         """End the thread that asks the store."""
         self._store.close()
+
+    def _wait(self, batch: int, before: int) -> None:
+        """Wait for the reader before this one; in half the time say that one waits, and for whom.
+
+        Whoever waits for this reader follows that to the one that really does not read.
+        """
+        mine = f"waits/{batch * self._readers + self._number}"
+        if self._store.wait(f"ended/{before}", self._timeout / 2):
+            return
+        self._store.set(mine, str(before))
+        if self._store.wait(f"ended/{before}", self._timeout / 2):
+            self._store.delete(mine)
+            return
+        raise self._overdue(before)
+
+    def _overdue(self, turn: int) -> DeadlineError:
+        """A turn has not ended: whose fault that is, and not only who comes before."""
+        while self._store.has(f"waits/{turn}"):  # for an earlier one, so that there is an end
+            turn = int(self._store.get(f"waits/{turn}"))
+        who, when = turn % self._readers, turn // self._readers
+        return DeadlineError(
+            f"reader {who} has not read its part of batch {when} for {self._timeout:g} s, and "
+            f"reader {self._number} may not begin before"
+        )
 
     def _tokens(self, batch: int) -> list[int]:
         """Those that let this reader in: each lets in the one that is ``size`` places after it.
@@ -121,6 +144,9 @@ class Gate:
     def _learn_size(self, batch: int) -> None:
         for period in range(max(self._sizes) + 1, self._period(batch) + 1):
             if not self._store.wait(f"size/{period}", self._timeout):
+                for earlier in range((period - 1) * self._adapt, period * self._adapt):
+                    if self._store.has(f"waits/{earlier * self._readers}"):
+                        raise self._overdue(earlier * self._readers)
                 raise DeadlineError(
                     f"reader 0 has not said how many may read at a time for {self._timeout:g} s"
                 )

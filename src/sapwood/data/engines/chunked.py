@@ -13,7 +13,6 @@ from sapwood.data.engines.base import Bytes, Ints, Job
 from sapwood.data.engines.pool import Pool, Read
 from sapwood.data.engines.ring import Home
 from sapwood.data.engines.turns import Planner, Turn
-from sapwood.data.gather import copy_records, gather_records
 
 if TYPE_CHECKING:
     from sapwood.data.stagger import Gate
@@ -140,10 +139,9 @@ class _Run:
         return data
 
     def _copy(self, turn: Turn) -> Bytes:
-        memory, places = self._home.locate(turn.chunks, turn.offsets)
         if turn.data is None or turn.starts is None:
-            return gather_records(memory, places, turn.lengths, self._job.index.width)
-        copy_records(turn.data, turn.starts, memory, places, turn.lengths)
+            return self._home.gather(turn.chunks, turn.offsets, turn.lengths)
+        self._home.copy(turn.data, turn.starts, turn.chunks, turn.offsets, turn.lengths)
         return turn.data
 
     def _long(self, turn: Turn) -> Bytes:

@@ -58,6 +58,9 @@ class Cursor:
                 raise DataError(f"{self._job.source.path}: py-lmdb: {error}") from error
             walk = _Walk(self._job, cursor) if self._steps else _Lookup(self._job, txn)
             for records in wanted:
+                # LMDB's own mapping cannot be guarded. A file that was cut off since the last batch
+                # is noticed here; while a batch is read, it ends the process.
+                self._job.source.check()
                 yield self._batch(walk, records)
 
     def _open(self) -> Any:

@@ -6,17 +6,12 @@ from collections.abc import Generator, Iterator
 from time import perf_counter_ns
 
 from sapwood.data.engines.base import Bytes, Ints, Job
-from sapwood.data.gather import gather_records
 
 __all__ = ["Mapped"]
 
 
 class Mapped:
-    """Copy records out of a mapping of the file.
-
-    A file that somebody cuts off meanwhile ends the process, as it does with LMDB itself: that is
-    what the system does to those who touch a mapped page which is no more.
-    """
+    """Have records copied out of a mapping of the file, several at once."""
 
     name = "mapped"
 
@@ -27,11 +22,10 @@ class Mapped:
     def read(self, wanted: Iterator[Ints]) -> Generator[Bytes, None, None]:
         """Read batch after batch."""
         job = self._job
-        memory = job.source.mapped()
         for records in wanted:
             start = perf_counter_ns()
             offsets, lengths = job.places(records)
-            data = gather_records(memory, offsets, lengths, job.index.width)
+            data = job.source.gather(offsets, lengths)
             end = perf_counter_ns()
             job.recorder.request(len(data))
             job.recorder.stats.gather_seconds += (end - start) / 1e9

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.data.engines.base import Bytes, Ints, Job
+from sapwood.data.gather import copy_records, gather_records
 from sapwood.data.source import ALIGN
 
 __all__ = ["Cache", "Home", "Ring"]
@@ -38,8 +39,12 @@ class Home(Protocol):
         """Read a chunk to its room; gives the bytes read, and in how many requests."""
         ...
 
-    def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
-        """Memory, and where in it the bytes at these offsets of the file are."""
+    def gather(self, chunks: Ints, offsets: Ints, lengths: Ints) -> Bytes:
+        """The records at these offsets of the file, one after the other; their chunks are there."""
+        ...
+
+    def copy(self, out: Bytes, starts: Ints, chunks: Ints, offsets: Ints, lengths: Ints) -> None:
+        """Copy these records to these places of ``out``."""
         ...
 
     def close(self) -> None:
@@ -52,7 +57,7 @@ class Ring:
 
     def __init__(self, job: Job) -> None:
         """Take the memory; it is touched when it is first read into."""
-        self._source, self._chunks = job.source, job.chunks
+        self._source, self._chunks, self._length = job.source, job.chunks, job.index.width
         self._fd = job.source.direct()
         self._low = job.chunks.low // ALIGN * ALIGN
         self._high = -(-job.chunks.high // ALIGN) * ALIGN
@@ -118,9 +123,17 @@ class Ring:
         self._source.read_into(self._fd, buffer, low, int(self._chunks.high[chunk]) - low)
         return high - low, 1
 
-    def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
-        """Places in the ring."""
-        return self._memory, self._room[chunks] * self._width + offsets - self._low[chunks]
+    def gather(self, chunks: Ints, offsets: Ints, lengths: Ints) -> Bytes:
+        """From the ring."""
+        return gather_records(self._memory, self._places(chunks, offsets), lengths, self._length)
+
+    def copy(self, out: Bytes, starts: Ints, chunks: Ints, offsets: Ints, lengths: Ints) -> None:
+        """From the ring."""
+        copy_records(out, starts, self._memory, self._places(chunks, offsets), lengths)
+
+    def _places(self, chunks: Ints, offsets: Ints) -> Ints:
+        found: Ints = self._room[chunks] * self._width + offsets - self._low[chunks]
+        return found
 
     def close(self) -> None:
         """Leave the memory to the next ring."""
@@ -153,9 +166,14 @@ class Cache:
         self._source.bring(self._memory, low, high)
         return high - low, 1
 
-    def locate(self, chunks: Ints, offsets: Ints) -> tuple[Bytes, Ints]:
-        """Places in the file."""
-        return self._memory, offsets
+    def gather(self, chunks: Ints, offsets: Ints, lengths: Ints) -> Bytes:
+        """From the file, which is mapped."""
+        return self._source.gather(offsets, lengths)
+
+    def copy(self, out: Bytes, starts: Ints, chunks: Ints, offsets: Ints, lengths: Ints) -> None:
+        """From the file, which is mapped."""
+        data = self._source.gather(offsets, lengths)
+        copy_records(out, starts, data, np.cumsum(lengths) - lengths, lengths)
 
     def close(self) -> None:
         """There is nothing to give back."""

@@ -15,7 +15,6 @@ from time import perf_counter_ns
 import numpy as np
 
 from sapwood.data.engines.base import MIB, Bytes, Ints, Job
-from sapwood.data.gather import gather_records
 from sapwood.data.layout import HEADER
 from sapwood.errors import ConfigError
 
@@ -78,7 +77,7 @@ class Speculative:
 
     def read(self, wanted: Iterator[Ints]) -> Generator[Bytes, None, None]:
         """Read batch after batch."""
-        job, memory = self._job, self._job.source.mapped()
+        job = self._job
         size = job.index.page_size
         guess = Guess(pages_of_one=(HEADER - 1 + int(job.index.lengths[0])) // size + 1)
         for records in wanted:
@@ -90,7 +89,7 @@ class Speculative:
                 needed = _pages(offsets, lengths, size)
                 self._count(needed, low, high)
                 guess.learn(int(records[0]), len(records), int(needed[0]), int(needed[-1]))
-            yield gather_records(memory, offsets, lengths)
+            yield job.source.gather(offsets, lengths)
 
     def _read_pages(self, low: int, high: int, size: int) -> None:
         source, start = self._job.source, perf_counter_ns()

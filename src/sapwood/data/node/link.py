@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection
 from contextlib import suppress
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns
 from typing import NamedTuple
 
 from sapwood.buffers.arena import Arena
 from sapwood.data.engines.base import Bytes
 from sapwood.data.node.serve import Server
-from sapwood.data.node.wire import FAILED, PLACED, USED, receive
+from sapwood.data.node.wire import FAILED, PLACED, USED, WAITING, receive
 from sapwood.errors import DataError
 
 __all__ = ["Link", "Placed"]
@@ -31,11 +31,17 @@ class Link:
     """The connection to one reading process, which may be this one: then there is a server."""
 
     def __init__(
-        self, wire: socket.socket, leader: int, here: Collection[int], server: Server | None
+        self,
+        wire: socket.socket,
+        leader: int,
+        here: Collection[int],
+        server: Server | None,
+        *,
+        timeout: float,
     ) -> None:
         """``here`` are the members that read along, as far as is known."""
         self.leader, self.here = leader, frozenset(here)
-        self._wire, self._server = wire, server
+        self._wire, self._server, self._timeout = wire, server, timeout
         self._slots: dict[int, Arena] = {}
 
     def next(self) -> Placed:
@@ -46,8 +52,13 @@ class Link:
             DeadlineError: it did not come in time.
             PeerFailed: the process that reads is gone.
         """
-        message, fd = receive(self._wire)
-        placed, rest = Placed(*PLACED.unpack_from(message)), message[PLACED.size :]
+        deadline, late = monotonic() + self._timeout, ""
+        while True:
+            message, fd = receive(self._wire, deadline, self._timeout, late)
+            placed, rest = Placed(*PLACED.unpack_from(message)), message[PLACED.size :]
+            if placed.number != WAITING:
+                break
+            late = rest.decode(errors="replace")
         if placed.number == FAILED:
             why = rest.decode(errors="replace")
             raise DataError(f"the rank of this host that reads for the others failed: {why}")

@@ -17,8 +17,9 @@ from sapwood.buffers.arena import Arena
 from sapwood.data.engines.base import Bytes, Engine, Ints, Job
 from sapwood.data.node.place import Node
 from sapwood.data.node.skew import Skew
-from sapwood.data.node.wire import FAILED, PLACED, USED, Hello, accept, listen
+from sapwood.data.node.wire import FAILED, PLACED, USED, WAITING, Hello, accept, listen
 from sapwood.errors import DeadlineError, PeerFailed
+from sapwood.runtime.peer import peer_process
 
 __all__ = ["Parts", "Server"]
 
@@ -39,6 +40,8 @@ class _Member:
     gone: bool = False
     slots: dict[int, Arena] = field(default_factory=dict)
     """Memory it was given the descriptors of."""
+    told: str = ""
+    """For whom it was told to wait, since its last batch."""
 
 
 class Server:
@@ -107,8 +110,13 @@ class Server:
             try:
                 hello, wire = accept(self._listening, min(deadline, time.monotonic() + _POLL))
             except DeadlineError:
+                names = ", ".join(str(one) for one in sorted(self._missing))
+                late = f"the process with local rank {names} has not begun to read"
                 if time.monotonic() > deadline:
-                    raise
+                    raise DeadlineError(
+                        f"not all ranks of this host began to read in time: {late}"
+                    ) from None
+                self._explain(late, 0)
                 continue
             self._missing.discard(hello.local)
             self._members.append(
@@ -128,26 +136,46 @@ class Server:
         engine, number = self._make(self._job), first - 1
         with closing(engine.read(wanted())) as batches:
             for number, data in enumerate(batches, start=first):
-                if not self._room(number - _SLOTS):
+                if not self._room(number - _SLOTS, placing=number):
                     return
                 self._place(number, data, asked.popleft())
             self._room(number)
 
-    def _room(self, number: int) -> bool:
-        """Wait until everybody is done with a batch; False if there is nobody left to read for."""
+    def _room(self, number: int, placing: int | None = None) -> bool:
+        """Wait until everybody is done with a batch; False if there is nobody left to read for.
+
+        ``placing`` is the batch that others may be waiting for meanwhile.
+        """
         with selectors.DefaultSelector() as waiting:
             for member in self._members:
                 if not member.gone:
                     waiting.register(member.wire, selectors.EVENT_READ, member)
             while not self._stop.is_set():
                 here = [one for one in self._members if not one.gone]
-                if all(one.used > number for one in here):
+                late = [one for one in here if one.used <= number]
+                if not late:
                     self._skew.close(number)
                     return bool(here)
-                for key, _ in waiting.select(_POLL):
+                heard = waiting.select(_POLL)
+                for key, _ in heard:
                     if not self._hear(key.data):
                         waiting.unregister(key.fileobj)
+                if not heard and placing is not None:
+                    self._explain(_names(late), placing)
         return False
+
+    def _explain(self, late: str, placing: int) -> None:
+        """Tell those who wait for a batch who keeps them waiting; else they would blame us.
+
+        Each is told once, and must not be waited for: whoever trains meanwhile reads nothing.
+        """
+        message = PLACED.pack(WAITING, 0, 0, 0, 0) + late.encode()[:2000]
+        for member in self._members:
+            if member.gone or member.used < placing or member.told == late:
+                continue
+            member.told = late
+            with suppress(OSError):  # a member that is gone is noticed with its next batch
+                member.wire.send(message, socket.MSG_DONTWAIT)
 
     def _hear(self, member: _Member) -> bool:
         message = b""
@@ -176,7 +204,7 @@ class Server:
                 skew = self._skew.of(member.local)
                 message = PLACED.pack(number, slot, at, nbytes, skew) + here
                 known = member.slots.get(slot) is arena
-                member.slots[slot] = arena
+                member.slots[slot], member.told = arena, ""
                 self._send(member, message, [] if known else [arena.fd])
             at += nbytes
 
@@ -195,3 +223,13 @@ class Server:
         text = f"{type(error).__name__}: {error}".encode()[:2000]
         for member in self._members:
             self._send(member, PLACED.pack(FAILED, 0, 0, 0, 0) + text, [])
+
+
+def _names(late: Sequence[_Member]) -> str:
+    """Who has not taken a batch, as the others are told."""
+    first = min(one.used for one in late)
+    ranks = ", ".join(f"{one.rank} (process {peer_process(one.wire)[0]})" for one in late)
+    return (
+        f"rank {ranks} of this host has not taken batch {first} of this pass, and the others "
+        "cannot go on without it"
+    )

@@ -89,7 +89,8 @@ class Shared:
         node, timeout = self._node, self._job.settings.timeout
         hello = Hello(self._rank, node.local, first)
         if node.local != leader:
-            return Link(connect(node.address(leader), hello, timeout), leader, here, None)
+            wire = connect(node.address(leader), hello, timeout)
+            return Link(wire, leader, here, None, timeout=timeout)
         job = replace(self._job, recorder=self._job.recorder.helper())
         server = Server(job, node, hello, here, self._make, self._parts)
-        return Link(server.wire, leader, here, server)
+        return Link(server.wire, leader, here, server, timeout=timeout)

@@ -7,12 +7,23 @@ import socket
 import struct
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from sapwood.errors import DeadlineError, PeerFailed
 from sapwood.runtime.peer import peer_process
 
-__all__ = ["FAILED", "PLACED", "USED", "Hello", "accept", "connect", "listen", "receive"]
+__all__ = [
+    "FAILED",
+    "PLACED",
+    "USED",
+    "WAITING",
+    "Hello",
+    "accept",
+    "connect",
+    "listen",
+    "receive",
+]
 
 PLACED = struct.Struct("<qqqqq")
 """A batch is in memory: its number, the slot, and where in it the records of the receiver are; and
@@ -22,6 +33,8 @@ USED = struct.Struct("<qq")
 """The number of a batch whose slot the sender needs no more, and when it had copied it."""
 FAILED = -1
 """Instead of a number: reading failed, and the rest of the message says why."""
+WAITING = -2
+"""Instead of a number: the next batch has to wait, and the rest of the message says for whom."""
 LONGEST = 4096
 _PAUSE = 0.01
 _HELLO = struct.Struct("<qqq")
@@ -63,7 +76,7 @@ def accept(listening: socket.socket, deadline: float) -> tuple[Hello, socket.soc
         try:
             made, _ = listening.accept()
         except TimeoutError:
-            raise DeadlineError("not all ranks of this host began to read in time") from None
+            raise DeadlineError("no other rank of this host began to read") from None
         made.settimeout(max(deadline - time.monotonic(), 0.001))
         if not _ours(made):
             made.close()
@@ -101,20 +114,27 @@ def connect(address: str, hello: Hello, timeout: float) -> socket.socket:
         time.sleep(_PAUSE)
 
 
-def receive(wire: socket.socket) -> tuple[bytes, int | None]:
+def receive(
+    wire: socket.socket, deadline: float, timeout: float, late: str = ""
+) -> tuple[bytes, int | None]:
     """A message, and the descriptor that came with it.
+
+    ``late`` is what the reading process has said about who keeps it from going on.
 
     Raises:
         DeadlineError: none came in time.
         PeerFailed: the other side is gone.
     """
+    wire.settimeout(max(deadline - time.monotonic(), 0.001))
     try:
         data, fds, _, _ = socket.recv_fds(wire, LONGEST, 1)
     except TimeoutError:
-        raise DeadlineError(
-            f"the rank of this host that reads for the others gave no batch in "
-            f"{wire.gettimeout():g} s: it is stopped, or further behind than that"
-        ) from None
+        # What it said before it was stopped itself is no longer the reason.
+        if late and not _stopped(wire):
+            text = f"no batch in {timeout:g} s: {late}"
+        else:
+            text = f"the rank of this host that reads for the others gave no batch in {timeout:g} s"
+        raise DeadlineError(f"{text}: it is stopped, or further behind than that") from None
     except OSError as error:
         raise PeerFailed(
             f"the rank of this host that reads for the others died or left: {error}"
@@ -127,3 +147,13 @@ def receive(wire: socket.socket) -> tuple[bytes, int | None]:
 def _ours(wire: socket.socket) -> bool:
     """Any user of the host may connect to such a name, and only our own processes may read."""
     return peer_process(wire)[1] == os.getuid()
+
+
+def _stopped(wire: socket.socket) -> bool:
+    """Whether the process at the other end is stopped by a signal or a debugger."""
+    pid, _ = peer_process(wire)
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return facts.rpartition(")")[2].split()[:1] in (["T"], ["t"])

@@ -12,15 +12,16 @@ reuse    several  the same, but each window is gone through several times before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.data.order.chunks import Chunks
+from sapwood.data.order.kept import Kept
 from sapwood.data.order.permute import Permutation, key_of, mix
 from sapwood.data.order.spec import OrderSpec
 from sapwood.errors import ConfigError, DataError
@@ -28,10 +29,23 @@ from sapwood.errors import ConfigError, DataError
 __all__ = ["Order"]
 
 Ints = NDArray[np.int64]
-T = TypeVar("T")
+Table = NDArray[np.int32] | NDArray[np.int64]
 
 _CHUNKS, _WINDOW, _GLOBAL, _REUSE = range(1, 5)
 """Keep the keys of different permutations apart."""
+_DRAWN = 2 * 2**20
+"""Bytes of each kind of drawn orders that are kept, unless a few of them take more already."""
+
+
+class _Line(NamedTuple):
+    """The chunks of an epoch, in their order, and where each begins."""
+
+    chunks: Ints
+    starts: Ints
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunks.nbytes + self.starts.nbytes
 
 
 class Order:
@@ -59,7 +73,13 @@ class Order:
                 f"batch_size={spec.batch} with tail='drop': an epoch has only {self.samples} "
                 "records and so no batch; choose a smaller batch, or tail='pad'"
             )
-        self._kept: dict[Hashable, object] = {}
+        most = 4 * self._streams + 16
+        # Each stream needs its window again and again. Of the orders of reused records only the
+        # present one is needed, and the next: each is as long as all windows together.
+        self._windows: Kept[Permutation] = Kept(least=self._streams + 4, most=most, nbytes=_DRAWN)
+        self._turns: Kept[Table] = Kept(least=2, most=most, nbytes=_DRAWN)
+        self._lines: Kept[_Line] = Kept(least=2, most=2, nbytes=_DRAWN)
+        self._rows: Kept[Ints] = Kept(least=self._streams + 1, most=most, nbytes=_DRAWN)
 
     def rows(self, number: int) -> int:
         """How many records a batch has, over all ranks."""
@@ -89,7 +109,7 @@ class Order:
         def by_stream() -> Ints:
             return np.argsort((phase + np.arange(rows)) % self._streams, kind="stable")
 
-        slots = self._once(("rows", phase, rows), by_stream)
+        slots = self._rows.get((phase, rows), by_stream)
         return slots[rank * rows // world : (rank + 1) * rows // world]
 
     def _records(self, epoch: int, slots: Ints) -> Ints:
@@ -110,11 +130,11 @@ class Order:
         """The records at these places of the permuted chunks, laid end to end."""
         chunks = self._chunks
 
-        def line() -> tuple[Ints, Ints]:
+        def line() -> _Line:
             order = Permutation(len(chunks), self._key(_CHUNKS, epoch))(np.arange(len(chunks)))
-            return order, np.concatenate([[0], np.cumsum(chunks.counts[order])])
+            return _Line(order, np.concatenate([[0], np.cumsum(chunks.counts[order])]))
 
-        order, starts = self._once(("line", epoch), line)
+        order, starts = self._lines.get(epoch, line)
         slot = np.searchsorted(starts, places, side="right") - 1
         return chunks.at(chunks.starts[order[slot]] + places - starts[slot])
 
@@ -149,33 +169,33 @@ class Order:
         found = np.empty_like(slots)
         for one, chosen in _groups(turn):
             base, count = int(load[chosen[0]]) * held, int(size[chosen[0]])
-            table = self._once(("turn", epoch, one), partial(self._turn, epoch, one, count))
-            found[chosen] = base + table[left[chosen] % count]
+            table = self._turns.get((epoch, one), partial(self._turn, epoch, one, count))
+            found[chosen] = table[left[chosen] % count]
+            found[chosen] += base
         return found
 
-    def _turn(self, epoch: int, turn: int, count: int) -> Ints:
+    def _turn(self, epoch: int, turn: int, count: int) -> Table:
         """One more order of the records in memory, each inside of its cell of streams."""
-        places = np.arange(count)
-        cell = places % self._streams // self.spec.mixed
         key = np.uint64(self._key(_REUSE, epoch, turn))
-        drawn = np.lexsort((mix(places.astype(np.uint64) * np.uint64(2**33 + 1) + key), cell))
-        table = np.empty_like(places)
-        table[np.argsort(cell, kind="stable")] = drawn
+        table: Table = np.empty(count, np.int64)
+        if count < 2**31:
+            table = np.empty(count, np.int32)
+        mixed, rounds = self.spec.mixed, np.arange(-(-count // self._streams)) * self._streams
+        for first in range(0, self._streams, mixed):  # cell by cell: less memory for the sorting
+            streams = np.arange(first, min(first + mixed, self._streams))
+            places = (rounds[:, None] + streams).reshape(-1)
+            places = places[: np.searchsorted(places, count)]
+            words = places.astype(np.uint64)
+            words *= np.uint64(2**33 + 1)
+            words += key
+            table[places] = places[np.argsort(mix(words))]
         return table
 
     def _key(self, *what: int) -> int:
         return key_of(self.spec.seed, *what)
 
     def _permutation(self, count: int, *what: int) -> Permutation:
-        return self._once((count, *what), lambda: Permutation(count, self._key(*what)))
-
-    def _once(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What was made lately is kept; each stream needs its window again and again."""
-        if name not in self._kept:
-            if len(self._kept) > 4 * self._streams + 16:
-                del self._kept[next(iter(self._kept))]
-            self._kept[name] = make()
-        return self._kept[name]  # type: ignore[return-value]
+        return self._windows.get((count, *what), lambda: Permutation(count, self._key(*what)))
 
 
 def _groups(marks: Ints) -> Iterator[tuple[int, Ints]]:

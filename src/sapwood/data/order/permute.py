@@ -49,21 +49,27 @@ class Permutation:
     def __init__(self, count: int, key: int) -> None:
         """Orders of other keys have nothing to do with this one."""
         self._count = count
-        self._table: Ints | None = None
+        self._table: NDArray[np.int32] | None = None
         if count <= _TABLE:
             places = np.arange(count, dtype=np.uint64)
             words = mix(places * np.uint64(_STEP) + np.uint64(key))
             # Words that carry their place are sorted several times as fast as places by words.
             low = np.uint64(_TABLE - 1)
-            self._table = (np.sort((words & ~low) | places) & low).astype(np.int64)
+            # Readers keep several of these, and no number in them needs more.
+            self._table = (np.sort((words & ~low) | places) & low).astype(np.int32)
             return
         self._half = ((max(count, 2) - 1).bit_length() + 1) // 2
         self._keys = [np.uint64(key_of(key, number)) for number in range(_ROUNDS)]
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes of memory."""
+        return 0 if self._table is None else self._table.nbytes
+
     def __call__(self, places: Ints) -> Ints:
         """What stands at these places, which lie from 0 to ``count - 1``."""
         if self._table is not None:
-            return self._table[places]
+            return self._table[places].astype(np.int64)
         found = self._scatter(places.astype(np.uint64))
         # The network permutes a power of four; what falls outside goes on until it falls inside.
         outside = np.flatnonzero(found >= self._count)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.data.check import require_bool, require_callable, require_path
 from sapwood.data.free import free_pages
 from sapwood.data.index import Index, build_index, list_databases
 from sapwood.data.pagefile import data_file, open_pages
@@ -71,7 +72,10 @@ def compact(
         DataError: the source is damaged or was written to meanwhile, or ``dest`` cannot be written.
     """
     lmdb = load_lmdb("compact")
-    origin, target = data_file(source), Path(dest)
+    origin, target = data_file(source), Path(require_path("dest", dest))
+    require_bool("force", force)
+    require_bool("compare", compare)
+    require_callable("phase", phase)
     with drafted(target, force=force) as draft:
         ours = _indexes(origin, phase, "reading pages", thorough=False)
         with phase("copying", _used(origin)) as advance:

@@ -7,6 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sapwood.data.check import (
+    optional_int,
+    optional_strs,
+    require_bool,
+    require_callable,
+    require_path,
+)
 from sapwood.data.index import build_index
 from sapwood.data.pagefile import open_pages
 from sapwood.data.write.about import KEY, pack
@@ -67,8 +74,14 @@ def convert(
         DataError: the source is damaged, or ``dest`` cannot be written.
     """
     load_lmdb("convert")
+    require_path("source", source)
+    target = Path(require_path("dest", dest))
     _check_columns(columns)
-    target = Path(dest)
+    optional_strs("suffixes", suffixes)
+    optional_int("shuffle", shuffle)
+    require_bool("whole", whole)
+    require_bool("force", force)
+    require_callable("phase", phase)
     with drafted(target, force=force) as draft:
         found = open_source(
             Path(source),
@@ -123,5 +136,6 @@ def _check(draft: Path, source: Source, records: int, nbytes: int, phase: Phase)
 
 
 def _check_columns(columns: Sequence[str] | None) -> None:
+    optional_strs("columns", columns)
     if columns is not None and (not columns or len(set(columns)) != len(columns)):
         raise ConfigError(f"columns={list(columns)}: expected one or more, each once")
