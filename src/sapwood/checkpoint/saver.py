@@ -352,8 +352,10 @@ class Saver:
             self._pool.give_back(capture.staging.number)
             return
         self._in_background(lambda: self._hand_over(capture, step, plan))
-        if self._settings.engine == "sync" and capture.mode != "lazy":
-            # The rank waits until its shard is durable; what takes too long is reported there.
+        syncs = self._settings.engine == "sync" and capture.mode != "lazy"
+        if (syncs or capture.mode == "sharded") and not self._worker.is_current():
+            # Then the rank waits until the engine has its shard, or until that is durable; what
+            # takes too long is reported there.
             with suppress(DeadlineError):
                 self._worker.drain(self._settings.drain_timeout)
 
