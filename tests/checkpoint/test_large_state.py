@@ -21,7 +21,6 @@ from sapwood.state import extras as extras_module
 from sapwood.testing import faults, ranks
 from sapwood.tiers.base import Stored, read_extras
 from sapwood.tiers.external import ExternalTier
-from sapwood.tiers.record import CheckpointId
 from sapwood.tiers.spec import TierSpec
 from tests.checkpoint.stateful import Box, same_value
 from tests.checkpoint.training import Training
@@ -249,7 +248,7 @@ def test_damage_to_it_is_noticed_and_an_older_one_restored(tmp_path: Path, damag
         with pytest.raises(CheckpointError):
             c.restore(2)
     training.close()
-    assert ExternalTier(place).shards()[0] == Stored(CheckpointId(1, c._saver._attempt), 0)
+    assert ExternalTier(place).shards()[0] == Stored(restored.id, 0)
 
 
 def test_no_memory_for_it_is_a_failure_that_is_told(tmp_path: Path) -> None:
