@@ -17,7 +17,7 @@ from sapwood.checkpoint.engine.launch import _last_words, _open
 from sapwood.errors import CheckpointError, TierError
 from sapwood.integrations.dcp import SapwoodReader, SapwoodWriter
 from sapwood.runtime.regular import open_regular, read_regular
-from sapwood.tiers.base import Stored, Tier
+from sapwood.tiers.base import Recorded, Stored, Tier
 from sapwood.tiers.files import Files
 from sapwood.tiers.spec import TierSpec
 from tests.checkpoint import engines
@@ -83,6 +83,18 @@ def test_every_file_of_a_shard(kind: str, odd: Odd, tmp_path: Path) -> None:
         assert len(tier.shards()) == 2
         with pytest.raises(CheckpointError, match=SAID):
             open_all(tier)
+
+
+@ODD
+@pytest.mark.parametrize("kind", ["external", "local"])
+def test_a_record_that_is_read_by_itself(kind: str, odd: Odd, tmp_path: Path) -> None:
+    tier = tier_in(kind, tmp_path)
+    assert isinstance(tier, Recorded)
+    put_all(tier, OLD)
+    (path,) = tmp_path.rglob("shard-0.json")
+    odd(path)
+    with pytest.raises(CheckpointError, match=SAID):
+        tier.record(Stored(OLD, 0))
 
 
 @ODD

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
+from sapwood.runtime.regular import read_regular
 from sapwood.tiers.base import Stored, StoredShard
 from sapwood.tiers.files import Files, draft_of
 from sapwood.tiers.leftovers import Stale, clear_folders, is_draft
@@ -77,7 +78,7 @@ class LocalTier:
         """A shard's record, whatever has become of its data file."""
         path = self.folder / stored.id.folder / record_name(stored.rank)
         try:
-            return ShardRecord.decode(path.read_bytes(), str(path))
+            return ShardRecord.decode(read_regular(path), str(path))
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
