@@ -188,6 +188,9 @@ def planned(kind: str, donors: int = 2) -> ClonePlan:
         versions={},
         catalog=tuple(catalog.to_json()),
         buckets=((0, 1, 2, 3),),
+        optimizer="torch.optim.SGD",
+        groups=((0, 1, 2, 3),),
+        schedulers=(),
     )
     with ABLATIONS[kind]():
         return told.plan()
