@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from sapwood.clone.beside import send, to_bytes
@@ -400,10 +401,19 @@ class Serving:
             # Nobody begins another step, so this is the moment; the rest takes no time of its own.
             self._complete_extras()
             self.join(self._settings.patience)
+        if self.report.sent and not self.report.done:
+            self._hear_the_last()
         # A file goes with the run; other bytes are in the clones' own memory.
         if not self.report.done and not (self.report.sent and self.report.approach != "file"):
             self.fail(why)
         self.stop()
+
+    def _hear_the_last(self) -> None:
+        """What the clones said since somebody looked: they have begun, or why they do not."""
+        with suppress(CloneError):
+            self.report.done = bool(self._session.heard("ready"))
+            if not self.report.done:
+                self.report.failure = self.report.failure or self._session.heard("failed") or ""
 
     def stop(self) -> None:
         """Let everybody go."""
