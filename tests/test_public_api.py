@@ -31,7 +31,7 @@ def test_all_is_sorted_and_is_what_dir_shows() -> None:
 
 
 def test_all_is_complete() -> None:
-    assert set(sapwood.__all__) == {*sapwood._HOME, "__version__"}
+    assert set(sapwood.__all__) == {*sapwood._HOME, *sapwood._PACKAGES, "__version__"}
 
 
 @pytest.mark.parametrize("name", sorted(sapwood._HOME))

@@ -115,7 +115,7 @@ class OurClone(Clone):
 
     def receive(self, state: Fresh, turn: Turn) -> None:
         import sapwood
-        from sapwood.clone.door import Address
+        from sapwood.clone.address import Address
         from sapwood.clone.order import ENV, ForkOrder
 
         self.turn.enter_context(ABLATIONS[self.order.without]())

@@ -191,6 +191,8 @@ class RankGroup:
             "LOCAL_WORLD_SIZE": str(len(here)),
             # Host names do not resolve in private namespaces.
             "GLOO_SOCKET_IFNAME": spots[rank].interface,
+            # A group on one machine keeps to it otherwise, and its clones may be on another.
+            "SAPWOOD_HOST": spots[rank].address,
         }
 
     def ask(self, do: str, **arguments: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sapwood._version import __version__
 
 if TYPE_CHECKING:
+    from sapwood import data, store
     from sapwood.checkpoint.checkpointer import Checkpointer
     from sapwood.errors import SapwoodError
     from sapwood.events import BuffersUpdated, PlanChanged, RunStopping, StepEnded, TensorUpdated
@@ -28,6 +29,8 @@ _HOME = {
     "Stopped": "sapwood.runtime.stopped",
     "TensorUpdated": "sapwood.events",
 }
+_PACKAGES = ("data", "store")
+"""Packages that need no import of their own."""
 
 __all__ = [
     "BuffersUpdated",
@@ -40,10 +43,14 @@ __all__ = [
     "Stopped",
     "TensorUpdated",
     "__version__",
+    "data",
+    "store",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"sapwood.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'sapwood' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -12,10 +12,27 @@
     ├── RunFolderError         a run folder is missing, foreign or damaged
     ├── TraceError             a trace file cannot be read
     ├── CheckpointError        a checkpoint is missing, damaged, or of another model
+    │   └── ReplicasDiffer     ranks that must hold equal weights do not; nothing mixed is saved
     ├── TierError              a place for checkpoints cannot be written or read now
+    ├── StorageError           a keeper of bytes cannot do what it was asked for
+    │   ├── BadKey             no key of an object; nothing was touched
+    │   ├── NotFound           there is no such object
+    │   ├── AlreadyThere       there is one, and it was not to be replaced
+    │   ├── Damaged            bytes are not those that were kept
+    │   │   └── Truncated      an object, or what was given of one, ends too early
+    │   ├── NoRoom             the device, the quota or the memory is full
+    │   ├── Unreachable        nobody answers there now; trying again may help
+    │   └── CannotMap          its bytes cannot be had without copying them; read them instead
     ├── TransportError         bytes could not be moved: the other side is gone, late or unreachable
+    ├── GraphError             a model's architecture graph cannot be found, read or matched
     ├── DataError              a database is damaged, of an unknown kind, or changed meanwhile
     ├── CloneError             a fork was refused or failed; the running job goes on
+    ├── StoreError             the model repository cannot do what was asked
+    │   ├── BadName            not a name, a version or a tag of a model
+    │   ├── ModelNotFound      no such model, version, tag or tensor; says what is like it
+    │   ├── ModelExists        a version never changes: a second save of it fails
+    │   ├── Gone               removed by somebody else while it was used
+    │   └── DoesNotFit         names, shapes or dtypes of what is loaded and of its target differ
     └── RankError              a rank of ``sapwood.testing`` failed; carries its traceback
 
 A message names what was set, what was expected and what to do about it.
@@ -24,22 +41,39 @@ A message names what was set, what was expected and what to do about it.
 from __future__ import annotations
 
 __all__ = [
+    "AlreadyThere",
+    "BadKey",
+    "BadName",
+    "CannotMap",
     "CheckpointError",
     "CloneError",
     "ConfigError",
+    "Damaged",
     "DataError",
     "DeadlineError",
+    "DoesNotFit",
     "FenceTimeout",
+    "Gone",
+    "GraphError",
     "LaunchError",
     "MismatchError",
+    "ModelExists",
+    "ModelNotFound",
+    "NoRoom",
+    "NotFound",
     "PeerFailed",
     "RankError",
+    "ReplicasDiffer",
     "RunFolderError",
     "SapwoodError",
+    "StorageError",
+    "StoreError",
     "SubscriberError",
     "TierError",
     "TraceError",
     "TransportError",
+    "Truncated",
+    "Unreachable",
     "UsageError",
 ]
 
@@ -97,8 +131,48 @@ class CheckpointError(SapwoodError, RuntimeError):
     """A checkpoint is missing, damaged, or was made from another model."""
 
 
+class ReplicasDiffer(CheckpointError):
+    """Ranks that must have equal weights, optimizer state or buffers have not."""
+
+
 class TierError(SapwoodError, OSError):
     """A place for checkpoints cannot be written or read now; trying again may help."""
+
+
+class StorageError(SapwoodError, OSError):
+    """A keeper of bytes cannot do what it was asked for."""
+
+
+class BadKey(StorageError, ValueError):
+    """A text is no key of an object; nothing was touched."""
+
+
+class NotFound(StorageError):
+    """There is no such object."""
+
+
+class AlreadyThere(StorageError):
+    """There is such an object, and it was not to be replaced."""
+
+
+class Damaged(StorageError):
+    """Bytes are not those that were kept."""
+
+
+class Truncated(Damaged):
+    """An object ends before the bytes asked for, or fewer bytes came than were announced."""
+
+
+class NoRoom(StorageError):
+    """The device, the quota or the memory is full; something must be removed first."""
+
+
+class Unreachable(StorageError):
+    """Nobody answers there now; trying again may help."""
+
+
+class CannotMap(StorageError):
+    """An object's bytes cannot be had without copying them; reading them works."""
 
 
 class RankError(SapwoodError, RuntimeError):
@@ -114,9 +188,37 @@ class TransportError(SapwoodError, RuntimeError):
     """Bytes could not be moved: the other side is gone, late, or cannot be reached."""
 
 
+class GraphError(SapwoodError, ValueError):
+    """A model's architecture graph cannot be found, decoded, or compared with another one."""
+
+
 class DataError(SapwoodError, RuntimeError):
     """A database is damaged, of an unknown kind, or was changed while it was read."""
 
 
 class CloneError(SapwoodError, RuntimeError):
     """A fork was refused or failed; the running job goes on, and the fork may be tried again."""
+
+
+class StoreError(SapwoodError, RuntimeError):
+    """The model repository cannot do what was asked."""
+
+
+class BadName(StoreError, ValueError):
+    """Not a name, a version or a tag of a model."""
+
+
+class ModelNotFound(StoreError, LookupError):
+    """The repository has no such model, version, tag or tensor."""
+
+
+class ModelExists(StoreError):
+    """A version of a model never changes, and this one is there."""
+
+
+class Gone(StoreError):
+    """What was found a moment ago was removed by somebody else."""
+
+
+class DoesNotFit(StoreError):
+    """What is loaded and where it shall go differ in names, shapes or dtypes."""

@@ -25,6 +25,8 @@ __all__ = [
     "Hold",
     "PlanChanged",
     "RunStopping",
+    "StateReplaced",
+    "StateReplacing",
     "StepBegan",
     "StepEnded",
     "Subscription",
@@ -231,6 +233,25 @@ class RunStopping:
     """When waiting must end, by ``time.monotonic()``."""
     saved: list[str] = field(default_factory=list)
     """Where the step was saved; whoever saves it adds the place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReplacing:
+    """The run is about to be given another state, between steps: finish what still reads this one.
+
+    Published on all ranks before anything is changed; with ``problems``, nothing is.
+    """
+
+    problems: list[Exception] = field(default_factory=list)
+    """Why the state cannot be replaced now; whoever cannot finish adds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReplaced:
+    """The run goes on from another state: steps that come again are others than the first time."""
+
+    step: int
+    """The steps that count as ended."""
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import os
 import time
 import weakref
@@ -25,13 +26,13 @@ from sapwood.clone.order import ForkedFrom
 from sapwood.clone.report import ForkReport
 from sapwood.clone.settings import CloneSettings
 from sapwood.errors import UsageError
-from sapwood.events import EventBus, StepEnded
+from sapwood.events import EventBus, StateReplaced, StepEnded
 from sapwood.runtime import faults
 from sapwood.runtime.ending import AtExit
 from sapwood.runtime.facts import final_status, run_facts
 from sapwood.runtime.folder import RunFolder, new_run_id
 from sapwood.runtime.group import Group
-from sapwood.runtime.handle import run_state
+from sapwood.runtime.handle import with_run_state
 from sapwood.runtime.settings import (
     UNSET,
     Resolved,
@@ -41,7 +42,7 @@ from sapwood.runtime.settings import (
 )
 from sapwood.runtime.stopped import Stopped
 from sapwood.runtime.stopping import Stopping, StopSettings, check_time_left
-from sapwood.state.extras import Stateful
+from sapwood.state.extras import Stateful, things_by_name
 from sapwood.state.tensors import describe_model, named_buffers, named_parameters
 from sapwood.sync import (
     Averaging,
@@ -58,6 +59,7 @@ from sapwood.sync import (
     check_schedulers,
     choose_averager,
     choose_mode,
+    give_rank0_values,
     make_engine,
 )
 
@@ -152,6 +154,7 @@ class Run:
         self.schedulers: list[LRScheduler] = []
         self.scaler = scaler
         self.step_count = 0
+        self.shares_buffers = sync.value.broadcast_buffers
         self._pid = os.getpid()
         self._half_ended = False
         self._donor: Donor | None = None
@@ -211,7 +214,7 @@ class Run:
         group.check_same("optimizer or settings", self._lines(mode, sync.value))
         self._fork = join_fork(group, model, self.optimizer, self.schedulers)
         if self._fork is None:
-            _give_rank0_values(group, model)
+            give_rank0_values(group, model)
         averaging = choose_averager(
             group,
             sync.value.averaging,
@@ -379,10 +382,14 @@ class Run:
 
     def resume_at(self, step: int) -> None:
         """Go on as if ``step`` steps had ended: call it between steps, after restoring them."""
-        self._check_open()
+        self.check_between_steps("resume_at()")
+        step = operator.index(step)
+        if step < 0:
+            raise UsageError(f"step is {step}, expected the number of steps that have ended")
         self._engine.resume_at(step + 1)
         self.step_count = step
         self._half_ended = False
+        self.events.publish(StateReplaced(step=step))
 
     # -- forks -------------------------------------------------------------------------------
 
@@ -411,9 +418,10 @@ class Run:
         if self._donor is not None:
             raise UsageError("clones are allowed already; call allow_clones once")
         chosen = resolve(CloneSettings, "clone", settings).value
-        extras = CloneExtras(run_state(self), shared or {}, own or {}, after_step)
+        shared, own = things_by_name("shared", shared), things_by_name("own", own)
+        extras = CloneExtras(with_run_state(self, shared), shared, own, after_step)
         if self._fork is not None:
-            self._fork.restore(shared or {}, own or {})
+            self._fork.restore(shared, own)
         self._donor = Donor(self, chosen, extras)
 
     def start_standbys(self) -> int:
@@ -571,21 +579,6 @@ class Run:
             lines.append(f"group {number}: {len(group['params'])} parameters, {plain}")
         lines += [f"{k} = {v!r}" for k, v in dataclasses.asdict(settings).items()]
         return lines
-
-
-def _give_rank0_values(group: Group, model: nn.Module) -> None:
-    """What DDP does too: all ranks start from rank 0's parameters and buffers."""
-    if group.world == 1:
-        return
-    tensors = [
-        t.detach() for t in (*named_parameters(model).values(), *named_buffers(model).values())
-    ]
-    sent = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-    for pending in [group.broadcast(t, "sending rank 0's values") for t in sent]:
-        pending.wait()
-    for tensor, value in zip(tensors, sent, strict=True):
-        if tensor is not value:
-            tensor.copy_(value)
 
 
 def _last_whole_step(run: Run | None) -> int | None:

@@ -180,6 +180,7 @@ def planned(kind: str, donors: int = 2) -> ClonePlan:
         donors=donors,
         clones=donors,
         hosts=("a",) * 2 * donors,
+        machines=("a",) * 2 * donors,
         devices=("cpu",) * 2 * donors,
         approach="deepclone",
         transport="gloo",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import sapwood
+from sapwood.buffers import Arena
+from sapwood.checkpoint import pool
+from sapwood.checkpoint.failures import Failures
+from sapwood.checkpoint.report import CheckpointStats
 from sapwood.errors import CheckpointError, ConfigError, SubscriberError
 from sapwood.testing import faults
 from sapwood.tiers.spec import TierSpec
@@ -73,6 +79,24 @@ def test_after_max_failures_in_a_row_the_training_is_told_by_an_exception(tmp_pa
         broken.broken = True
         training.steps(8)
     training.close()
+
+
+def test_an_older_checkpoint_that_is_durable_late_does_not_take_back_a_failure() -> None:
+    stats = CheckpointStats()
+    failures = Failures(stats, 2)
+    for step in (4, 5):
+        failures.add(step, CheckpointError(f"step {step} is not saved"))
+    failures.saved(3)
+    assert stats.failures_in_a_row == 2
+    with pytest.raises(CheckpointError, match="2 checkpoints in a row"):
+        failures.check()
+    failures.add(6, CheckpointError("step 6 is not saved"))
+    failures.saved(5)
+    assert stats.failures_in_a_row == 1
+    failures.check()
+    failures.go_back()  # to step 1, say
+    failures.saved(2)
+    assert stats.failures_in_a_row == 0
 
 
 def test_no_limit_and_wrong_limits(tmp_path: Path) -> None:
@@ -169,3 +193,51 @@ def test_the_last_checkpoint_that_failed_is_said_at_the_end(
     training.close()
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert any("the last checkpoint was not saved" in text and "box" in text for text in errors)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tensor_that_cannot_be_saved_is_told_of_every_time_and_ends_nothing(
+    tmp_path: Path, mode: str
+) -> None:
+    training = Training(tmp_path)
+    with checkpointer(training, tmp_path, mode=mode, every=2) as c:
+        training.steps(3)
+        training.model.register_buffer("odd", torch.zeros(3, dtype=torch.complex128))
+        for step in (4, 6):
+            with pytest.raises(SubscriberError, match=f"step {step} is not saved: model odd is"):
+                training.steps(step)
+            assert training.run.step_count == step
+            training.step()
+        with pytest.raises(CheckpointError, match="step 7 is not saved: model odd is"):
+            c.save()
+        del training.model.odd
+        c.save()
+        training.steps(8)
+        c.wait()
+        assert [s.id.step for s in c.stats.saves] == [2, 7, 8]
+        assert [f.step for f in c.stats.failures] == [4, 6, 7]
+    training.close()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_where_there_was_no_memory_for_staging_once_the_next_step_is_saved(
+    tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [failing]
+
+    def arena(*args: Any, **options: Any) -> Arena:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return Arena(*args, **options)
+
+    training = Training(tmp_path)
+    with checkpointer(training, tmp_path, every=1, mode="sharded", patience=0) as c:
+        monkeypatch.setattr(pool, "Arena", arena)
+        training.steps(4)
+        c.wait()
+        assert [f.step for f in c.stats.failures] == [1]
+        assert "Cannot allocate memory" in c.stats.failures[0].reason
+        assert [s.id.step for s in c.stats.saves] == [2, 3, 4]
+        assert not c.stats.skipped
+    training.close()

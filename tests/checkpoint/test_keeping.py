@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import sapwood
@@ -9,7 +10,7 @@ from sapwood.checkpoint.pruner import Pruner
 from sapwood.checkpoint.retention import any_of, best, every, last
 from sapwood.testing import ranks
 from sapwood.tiers.local import LocalTier
-from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.record import CheckpointId, Lineage
 from tests.checkpoint.training import Training
 from tests.tiers.shards import shard
 
@@ -85,3 +86,27 @@ def test_rank_0_is_told_when_all_shards_are_safe(tmp_path: Path) -> None:
     assert sorted(told[0]) == sorted(expected)
     assert told[1] == []
     assert kept(tmp_path / "ckpts") == [4, 5]
+
+
+def test_what_replicas_were_restored_from_stays_until_a_newer_one_was_compared(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "tier"
+    tier = LocalTier(place)
+    first = Lineage(run="r", began=1.0, root="00000a")
+    second = Lineage(run="r", began=2.0, root="00000a", ancestry=(CheckpointId(4, "00000a"),))
+
+    def put(step: int, attempt: str, lineage: Lineage) -> CheckpointId:
+        record, memory = shard(step, 0, 1, attempt=attempt)
+        tier.put(replace(record, lineage=lineage), memory)
+        return record.id
+
+    for step in (4, 5):
+        put(step, "00000a", first)
+    pruner = Pruner(tier, last(1), lambda id, name: tier.drop(id))
+    for step in (6, 7):
+        pruner.whole(put(step, "00000b", second), float(step), {}, second, compared=False)
+        assert kept(place) == [4, step]
+    pruner.whole(put(8, "00000b", second), 8.0, {}, second)
+    pruner.whole(put(9, "00000b", second), 9.0, {}, second)
+    assert kept(place) == [9]

@@ -18,8 +18,9 @@ import sapwood
 from sapwood.checkpoint.engine.wire import MAX_BODY
 from sapwood.errors import CheckpointError
 from sapwood.state import extras as extras_module
+from sapwood.state.packed import unpack
 from sapwood.testing import faults, ranks
-from sapwood.tiers.base import Stored, read_extras
+from sapwood.tiers.base import Stored, StoredShard, read_range
 from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.spec import TierSpec
 from tests.checkpoint.stateful import Box, same_value
@@ -64,7 +65,7 @@ def test_more_than_any_message_holds_comes_back(
     assert torch.equal(empty.value["average"], large)
     assert empty.value["buffer"].maxlen == 8
     assert same_value(empty.value["buffer"][0], (1, np.arange(3)))
-    assert not caplog.records, caplog.text
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING], caplog.text
     (record,) = (tmp_path / "ckpts").glob("*/shard-0.json")
     assert record.stat().st_size < MIB  # which everybody who looks at a checkpoint reads
 
@@ -183,6 +184,13 @@ def restore_on_ranks(folder: Path, tiers: list[str]) -> tuple[bool, Any]:
     return torch.equal(average.value, counted(2 * MIB)), buffer.value
 
 
+def read_extras(shard: StoredShard) -> dict[str, Any]:
+    region = memoryview(bytearray(shard.record.extras_bytes))
+    for part in shard.record.extras_ranges:
+        read_range(shard, part, region[part.start : part.start + part.nbytes])
+    return unpack(shard.record.extras, region)
+
+
 def test_shared_state_is_saved_once_and_each_rank_has_its_own(tmp_path: Path) -> None:
     ranks.spawn(save_on_ranks, 2, tmp_path, ["external"])
     tier = ExternalTier(tmp_path / "ckpts")
@@ -191,7 +199,7 @@ def test_shared_state_is_saved_once_and_each_rank_has_its_own(tmp_path: Path) ->
         with closing(tier.open(stored)) as shard:
             shards.append((shard.record, read_extras(shard)))
     (first, common), (second, own) = shards
-    assert list(common["shared"]) >= ["average"]
+    assert "average" in common["shared"]
     assert own["shared"] == own["optimizer"] == {}
     assert list(own["own"]) == ["buffer"]
     assert first.extras_bytes >= 3 * MIB

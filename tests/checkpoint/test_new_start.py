@@ -213,6 +213,6 @@ def test_a_rank_that_died_is_not_taken_for_alive_by_its_workers(place: Path) -> 
 
 def test_ports_are_not_drawn_from_the_training() -> None:
     before = random.getstate()
-    assert _free_address()
+    assert _free_address("127.0.0.1", "127.0.0.1")
     assert len(seaweed._free_ports(2)) == 2
     assert random.getstate() == before

@@ -25,7 +25,7 @@ from sapwood.tiers.record import CheckpointId
 from sapwood.tiers.spec import TierSpec
 from tests.checkpoint.engines import Rank, until
 from tests.checkpoint.training import Training
-from tests.tiers.mounts import Mount, in_child
+from tests.storage.mounts import Mount, in_child
 from tests.tiers.shards import ATTEMPT, fill, plan, shard
 
 EXTERNAL = ("memory", TierSpec(kind="external", retries=2))

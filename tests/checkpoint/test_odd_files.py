@@ -16,9 +16,9 @@ import sapwood
 from sapwood.checkpoint.engine.launch import _last_words, _open
 from sapwood.errors import CheckpointError, TierError
 from sapwood.integrations.dcp import SapwoodReader, SapwoodWriter
-from sapwood.runtime.regular import open_regular, read_regular
+from sapwood.regular import open_regular, read_regular
+from sapwood.storage.files import Files
 from sapwood.tiers.base import Recorded, Stored, Tier
-from sapwood.tiers.files import Files
 from sapwood.tiers.spec import TierSpec
 from tests.checkpoint import engines
 from tests.checkpoint.training import Training, same

@@ -101,3 +101,50 @@ def test_another_optimizer_is_refused_before_anything_changes(tmp_path: Path) ->
         assert same(other.state(), before)
         assert c.restore_latest(optimizer=False) is not None
     other.close()
+
+
+@pytest.mark.parametrize("mode", ["lazy", "backward", "sharded"])
+def test_a_parameter_moved_to_other_memory_is_saved_from_there(tmp_path: Path, mode: str) -> None:
+    training = Training(tmp_path)
+    with sapwood.Checkpointer(training.run, tmp_path / "ckpts", every=1, mode=mode) as c:
+        training.steps(2)
+        weight = training.model.head.weight
+        weight.data = weight.data.clone()
+        training.step()
+        c.wait()
+        expected = weight.detach().clone()
+        weight.data.zero_()
+        c.restore(3)
+        assert torch.equal(weight, expected)
+    training.close()
+
+
+class Shaped(nn.Module):
+    def __init__(self, rows: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("square", torch.arange(64.0).view(8, 8))
+        self.register_buffer("history", torch.arange(float(rows)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("mode", ["sharded", "lazy"])
+def test_a_buffer_with_another_form_in_the_same_memory_is_saved_in_that_form(
+    tmp_path: Path, mode: str
+) -> None:
+    def run(model: Shaped) -> Run:
+        return Run(tmp_path, model, mode)  # type: ignore[arg-type]
+
+    model = Shaped()
+    with run(model) as training:
+        training.step()
+        model.square.data = model.square.data.t()
+        model.history.resize_(3)
+        training.step()
+        training.ckpt.wait()
+        expected = training.state()
+    with run(Shaped(3)) as training:
+        assert training.ckpt.restore_latest().step == 2  # type: ignore[union-attr]
+        assert same(training.state(), expected)

@@ -184,3 +184,17 @@ def test_buffers_are_saved_when_every_parameter_is_trained(tmp_path: Path, mode:
         c.restore(3)
         assert same(training.state(), kept)
     training.close()
+
+
+def test_metrics_that_come_too_late_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(tmp_path)
+    with sapwood.Checkpointer(training.run, tmp_path / "ckpts", every=2, engine="sync") as c:
+        training.steps(1)
+        c.save(metrics={"loss": 1.0, "nan": float("nan")})
+        assert "came too late" not in caplog.text
+        training.steps(2)
+        assert c.save(metrics={"loss": 0.5, "nan": float("nan")}).metrics["loss"] == 1.0
+        assert "{'loss': 0.5} came too late" in caplog.text
+    training.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 import sapwood
-from sapwood.errors import CheckpointError
+from sapwood.errors import CheckpointError, ConfigError
+from sapwood.state import plain
 from sapwood.testing import ranks
 from sapwood.testing.ranks import rank
+from tests.checkpoint.stateful import Box
 from tests.checkpoint.test_restore import LOCAL, flip, own_node, shard_file, train
 from tests.checkpoint.training import Training, same
 
@@ -88,3 +91,71 @@ def test_what_one_rank_refuses_no_rank_takes(tmp_path: Path) -> None:
     assert "not on this rank" in found[0][0]
     assert "fussy did not take its saved state" in found[1][0]
     assert [rest for _, *rest in found] == [[True, 4], [True, 4]]
+
+
+def refuse_late(folder: Path) -> tuple[list[str], int, bool, str]:
+    """Rank 0 has taken everything when rank 1 refuses."""
+    training = Training(folder, timeout=20)
+    box, fussy = Box(1), Fussy()
+    with sapwood.Checkpointer(
+        training.run, folder / "ckpts", shared={"box": box}, own={"fussy": fussy}, **OPTIONS
+    ) as c:
+        training.steps(2)
+        c.save()
+        training.steps(4)
+        before = training.state(), training.scheduler.last_epoch
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("sapwood").addHandler(handler)
+        with pytest.raises(CheckpointError):
+            c.restore_latest()
+        unchanged = same(training.state(), before[0])
+        epochs = training.scheduler.last_epoch - before[1]
+    training.close()
+    return [text for text in said if "a restore failed" in text], epochs, unchanged, "box"
+
+
+def test_a_restore_that_one_rank_refuses_leaves_schedulers_and_random_numbers(
+    tmp_path: Path,
+) -> None:
+    for texts, epochs, unchanged, name in ranks.spawn(refuse_late, 2, tmp_path):
+        assert unchanged
+        assert epochs == 0
+        assert len(texts) == 1
+        assert name in texts[0]
+        assert "fussy" in texts[0]
+
+
+def test_what_cannot_be_decoded_changes_nothing(tmp_path: Path) -> None:
+    training, box = Training(tmp_path), Box(1)
+    with sapwood.Checkpointer(
+        training.run, tmp_path / "ckpts", shared={"a": Box(2)}, own={"box": box}, **OPTIONS
+    ) as c:
+        training.steps(2)
+        c.save()
+        training.steps(4)
+        box.value = 5
+        c._extras.shared["a"].value = 6
+        before = training.state(), training.scheduler.last_epoch
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delitem(plain._KINDS, "array")  # as of a newer version; numpy's numbers have one
+            with pytest.raises(CheckpointError, match="does not know"):
+                c.restore_latest()
+        assert same(training.state(), before[0])
+        assert training.scheduler.last_epoch == before[1]
+        assert (box.value, c._extras.shared["a"].value) == (5, 6)
+    training.close()
+
+
+def test_a_name_of_the_runs_own_is_refused(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    with pytest.raises(ConfigError, match="'scheduler 0'"):
+        sapwood.Checkpointer(
+            training.run, tmp_path / "ckpts", shared={"scheduler 0": Box()}, **OPTIONS
+        )
+    with sapwood.Checkpointer(
+        training.run, tmp_path / "ckpts", shared={"scheduler 0": training.scheduler}, **OPTIONS
+    ):
+        training.steps(1)
+    training.close()

@@ -44,6 +44,13 @@ def test_spaced() -> None:
     assert dropped(spaced(25), saved(1, 2, 3, 4, 5, 6, 7)) == [2, 3, 5, 6]
 
 
+def test_spaced_with_a_clock_that_was_set_back() -> None:
+    before, after = saved(7, 8, 9, pace=1000.0), saved(10, 11, 12, 13, pace=100.0)
+    assert dropped(spaced(250), [*before, *after]) == [11, 12]
+    unknown = Saved(id=CheckpointId(10, "00000a"), created=0.0)
+    assert dropped(spaced(250), [*before, unknown, *saved(11, pace=1000.0)]) == [10]
+
+
 def test_any_of() -> None:
     assert dropped(any_of(last(1), every(3)), saved(1, 2, 3, 4, 5)) == [1, 2, 4]
 

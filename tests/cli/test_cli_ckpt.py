@@ -118,6 +118,15 @@ def test_the_help_of_each_verb_teaches_with_examples(verb, capsys):
     assert verb in told(capsys, "--help")
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_an_export_that_cannot_be_written_is_one_line(suffix, capsys):
+    save("ckpts", 5)
+    out = f"nowhere/model{suffix}"
+    assert f"cannot write {out}: No such file or directory" in refused(
+        capsys, "export", "latest", out
+    )
+
+
 # -- inspect -------------------------------------------------------------------------------
 
 

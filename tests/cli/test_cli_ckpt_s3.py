@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 
 from sapwood.cli.main import main
+from sapwood.storage.s3 import objects
 from sapwood.testing import faults, seaweed
 from sapwood.tiers import s3
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.record import CheckpointId
-from sapwood.tiers.s3 import objects
 from tests.tiers.shards import ATTEMPT, shard
 
 WORLD = 2
@@ -89,6 +89,18 @@ def test_a_damaged_file_is_mended_from_another_place(place, capsys):
     assert main(["ckpt", "repair", place, "--from", "scratch", "--yes"]) == 0
     assert main(["ckpt", "verify", "--place", place]) == 0
     assert not [n for n in store.names() if n.endswith(".bin")]
+
+
+def test_a_manifest_that_was_removed_is_made_anew(place, capsys):
+    tier = s3.S3Tier(place)
+    save(tier, 5)
+    name = f"{CheckpointId(5, ATTEMPT)}/manifest.json"
+    objects.Objects(tier.place).delete([name])
+    assert [row["state"] for row in ask(capsys, "ls", place)] == ["whole"]
+    assert main(["ckpt", "verify", "--place", place]) == 1
+    assert f"{name} is missing" in capsys.readouterr().out
+    assert main(["ckpt", "repair", place, "--yes"]) == 0
+    assert main(["ckpt", "verify", "--place", place]) == 0
 
 
 def test_files_that_were_never_made_are_found_and_made(place, capsys):

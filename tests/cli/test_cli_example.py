@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from sapwood.cli.folders import list_runs
-from tests.cli.helpers import sapwood
+from tests.cli.helpers import environment, sapwood
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "01_plain_loop.py"
@@ -41,3 +43,26 @@ def test_the_data_example_goes_on_in_mid_epoch_on_any_number_of_ranks(tmp_path):
     done = sapwood("run", "-n", "3", script, "--steps", "40", tmp_path=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "3 ranks, from step 30: epoch 1, batch 9 of 21"
+
+
+def test_the_search_example_starts_candidates_from_their_ancestors(tmp_path):
+    options = ["--candidates", "3", "--steps", "40", "--folder", str(tmp_path / "models")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(EXAMPLES / "06_search.py"), *options],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("candidate@1 (64, 64): 40 steps from scratch")
+    assert "steps from candidate@1: 4 layers" in done.stdout
+    assert "with ancestors" in lines[-1]
+    listed = sapwood("store", "ls", "--at", str(tmp_path / "models"), tmp_path=tmp_path)
+    assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == [
+        "candidate@1",
+        "candidate@2",
+        "candidate@3",
+    ]

@@ -15,6 +15,7 @@ import pytest
 
 from sapwood.cli.folders import RunInfo, list_runs
 from sapwood.cli.main import main
+from sapwood.cli.script import Script
 from sapwood.cli.verbs import fork as fork_verb
 from sapwood.clone.manifest import APPROACHES
 from sapwood.clone.order import ENV, ForkOrder, read_order
@@ -197,6 +198,31 @@ def test_what_is_not_understood_is_exit_code_two(
     error = capsys.readouterr().err
     assert all(one in error for one in told)
     assert "Traceback" not in error
+
+
+def test_go_is_an_error_where_nobody_stands_by(
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address_of(tmp_path / "runs" / "a")
+    started = {"started": 0}
+    monkeypatch.setattr("sapwood.clone.listener.ask", lambda address, request: started)
+    assert main(["fork", "a", "--go"]) == 1
+    assert "no clones stand by" in capsys.readouterr().err
+    started["started"] = 1
+    assert main(["fork", "a", "--go"]) == 0
+    assert "1 group that stood by begins" in capsys.readouterr().out
+
+
+def test_a_script_that_forks_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.py").write_text("")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for order, says in (("{}", True), ("", False)):  # a Run that was a fork leaves it empty
+        monkeypatch.setenv(ENV, order)
+        Script(target=str(tmp_path / "empty.py")).run()
+        assert ("made no sapwood.Run" in capsys.readouterr().err) == says
 
 
 def test_choices_are_those_of_the_library() -> None:

@@ -236,6 +236,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (("missing.py",), "there is no script 'missing.py' here"),
+        (("",), "there is no script '' here"),
+        ((".",), ". is a folder without __main__.py"),
+        (("-m", "missing_module"), "there is no module 'missing_module' in this folder"),
         (("-n", "0", "x.py"), "a run needs at least one rank"),
         (("-n", "1000000", "x.py"), "-n is 1000000, expected at most "),
         (("--restarts", "-1", "x.py"), "--restarts is -1, expected 0 or more"),

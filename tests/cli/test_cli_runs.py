@@ -182,6 +182,8 @@ def test_an_empty_folder_and_folders_that_are_no_runs(tmp_path, capsys):
 
 def test_a_run_is_found_by_folder_id_or_beginning(tmp_path, monkeypatch):
     first = make_run(tmp_path, "2026-a")
+    with pytest.raises(RunFolderError, match="no run is named"):
+        find_run("", tmp_path)  # `sapwood fork "$RUN"`, with RUN unset
     make_run(tmp_path, "2026-b")
     assert find_run(str(first), tmp_path) == first
     assert find_run("2026-a", tmp_path).resolve() == first

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 import sapwood
-from sapwood.clone.door import Address
+from sapwood.clone.address import Address
 from sapwood.clone.order import ENV, ForkOrder
 from sapwood.testing import ranks, workloads
 from tests.checkpoint.training import Training, make_optimizer
@@ -69,9 +69,11 @@ def donate(folder: Path, kind: str = "adamw", **settings: Any) -> dict[str, Any]
     run.allow_clones(**settings)
     losses, states, weights = {}, {}, {}
     ranks.mark("open")
-    last = None
+    last, slowest = None, 0.0
     while last is None or run.step_count < last:
+        start = time.monotonic()
         loss = training.step()
+        slowest = max(slowest, time.monotonic() - start)
         losses[run.step_count] = loss
         state = training.state()
         states[run.step_count] = digest(state)
@@ -82,7 +84,13 @@ def donate(folder: Path, kind: str = "adamw", **settings: Any) -> dict[str, Any]
     forks = run.forks
     training.close()
     found = [(f.step, f.done, f.failure, f.waited_seconds) for f in forks]
-    return {"losses": losses, "states": states, "weights": weights, "forks": found}
+    return {
+        "losses": losses,
+        "states": states,
+        "weights": weights,
+        "forks": found,
+        "slowest": slowest,
+    }
 
 
 def told_to_stop(run: sapwood.Run, folder: Path) -> bool:

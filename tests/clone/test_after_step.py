@@ -16,7 +16,8 @@ from torch.optim import lr_scheduler as torchs
 
 import sapwood
 from sapwood.clone.extras import CloneExtras, StepExtras
-from sapwood.clone.order import ENV
+from sapwood.clone.forked import Fork
+from sapwood.clone.order import ENV, ForkedFrom
 from sapwood.errors import ConfigError
 from sapwood.testing import ranks
 from tests.clone.forking import MORE, digest, home_of, order
@@ -248,6 +249,35 @@ def test_a_state_that_cannot_be_had_is_the_fork_s_problem(
             StepExtras(extras, run, 1, {})
 
 
+class Known:
+    """What a fork knows of its parent when the script asks for its own."""
+
+    model = nn.Linear(1, 1)
+    schedulers: tuple[Any, ...] = ()
+    optimizer = None
+    tuner = Position()
+    scaler = None
+
+
+def test_what_the_parent_shares_and_the_clone_does_not_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fork = Fork.__new__(Fork)
+    fork._failure = fork._receiver = fork._factors = None
+    fork._run, fork._rank = Known(), 0  # type: ignore[assignment]
+    fork.forked_from = ForkedFrom(run="parent", step=3)
+    fork._mine = {}
+    fork._common = {"shared": {"bucket sizes": {}, "scheduler 0": {}, "data": {"sum": 3.0}}}
+    fork.restore({}, {})
+    assert [r.getMessage() for r in caplog.records] == [
+        "while forking parent: data was saved but is not here"
+    ]
+    caplog.clear()
+    losses = Losses()
+    fork.restore({"data": losses}, {})
+    assert (losses.sum, caplog.records) == (3.0, [])
+
+
 # -- one order, one fork ---------------------------------------------------------------------
 
 
@@ -298,8 +328,9 @@ def test_a_second_run_of_a_clone_s_script_is_an_ordinary_one_and_what_is_not_don
     assert clone["parent"] == home.name
     assert clone["again"] is None
     assert clone["environment"] == "", "nor does a process that this one starts"
-    unasked, unknown, second = clone["texts"]
+    unasked, lost, unknown, second = clone["texts"]
     assert "data.sed=... has changed nothing so far" in unasked
+    assert "the parent's 'average', 'losses', 'position', 'scheduler' came with the fork" in lost
     assert "a scheduler was made for this optimizer that this Run does not know" in unknown
     assert f"its run {clone['id']} goes on" in second
     assert "this Run is not a fork" in second

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from sapwood.clone.address import Address
 from sapwood.clone.departure import LEAD, Departure
-from sapwood.clone.door import Address, ask
+from sapwood.clone.listener import ask
 from sapwood.clone.manifest import versions
 from sapwood.errors import CloneError
 from sapwood.testing import ranks
@@ -89,7 +90,7 @@ def test_one_that_does_not_come_is_said_to_those_that_wait_for_it(tmp_path: Path
 def test_a_step_that_is_over_is_refused_at_once(tmp_path: Path) -> None:
     with donors(tmp_path, 1) as group:
         address = Address.read(home_of(tmp_path))
-        request = {"versions": versions(), "places": [["here", "cpu"]], "at_step": 1}
+        request = {"versions": versions(), "places": [["here", "cpu", "m"]], "at_step": 1}
         with pytest.raises(CloneError, match=r"step 1 cannot be forked .* choose a later one"):
             ask(address, request)
         for together in ("x", ["x"], ["x", 0], [1, 1], {"x": 1}):
@@ -135,9 +136,15 @@ def test_all_forks_are_waited_for() -> None:
     departure = Departure(count=2)
     departure.ready("a")
     departure.ready("a")
+    departure.armed("a")
+    assert not departure.all_ready.is_set()
     departure.settle(5)
     assert departure.step is None
     departure.ready("b")
+    assert departure.all_ready.is_set()
+    departure.settle(6)
+    assert departure.step is None
+    departure.armed("b")
     departure.settle(6)
     assert departure.step == 6 + LEAD
     departure.settle(7)
@@ -148,8 +155,14 @@ def test_all_forks_are_waited_for() -> None:
 def test_a_named_step_is_kept_or_given_up() -> None:
     departure = Departure(at_step=10)
     departure.ready("a")
+    departure.armed("a")
     departure.settle(3)
+    # Clones wait for a step that was named only so long, and this one may be hours away.
+    assert departure.step is None
+    assert departure.far(10 - LEAD - 1)
+    departure.settle(10 - LEAD)
     assert departure.step == 10
+    assert not departure.far(10 - LEAD)
     late = Departure(at_step=10)
     late.settle(10 - LEAD)
     assert (late.step, late.problem) == (None, "")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sapwood.cli.folders import list_runs
-from sapwood.clone.door import Address, ask
+from sapwood.clone.address import Address
+from sapwood.clone.listener import ask
 from sapwood.testing import ranks, workloads
 from tests.clone.forking import donors, goes_on_like, home_of, order, receive, stop
 

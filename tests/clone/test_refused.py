@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import sapwood
-from sapwood.clone.door import Address, ask
+from sapwood.clone.address import Address
+from sapwood.clone.listener import ask
 from sapwood.clone.manifest import versions
 from sapwood.clone.order import ENV, ForkOrder
 from sapwood.errors import CloneError
-from sapwood.testing import ranks
+from sapwood.testing import faults, ranks
 from sapwood.testing.faults import env as faulty
 from tests.clone.forking import (
     MORE,
@@ -55,7 +56,7 @@ def test_a_wrong_token(tmp_path: Path) -> None:
 def test_other_versions(tmp_path: Path) -> None:
     with donors(tmp_path, 1) as group:
         address = Address.read(home_of(tmp_path))
-        request = {"versions": {**versions(), "sapwood": "0.0.0"}, "places": [["here", "cpu"]]}
+        request = {"versions": {**versions(), "sapwood": "0.0.0"}, "places": [["here", "cpu", "m"]]}
         with pytest.raises(CloneError, match=r"the clones sapwood 0\.0\.0"):
             ask(address, request)
         for nonsense in ({}, {"versions": versions()}, {"versions": versions(), "places": []}):
@@ -198,11 +199,12 @@ def until_stopped(pid: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_stopped_clone_is_given_up_within_the_bound(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"patience": 0.5, "join_timeout": 4.0, "send_timeout": 4.0}
+@pytest.mark.parametrize("approach", ["deepclone", "p2p"])
+def test_a_stopped_clone_is_given_up_within_the_bound(tmp_path: Path, approach: str) -> None:
+    options: dict[str, Any] = {"patience": 0.5, "join_timeout": 4.0, "send_timeout": 20.0}
     with donors(tmp_path, 2, **options) as group:
         home = home_of(tmp_path)
-        env = order(home) | faulty("clone.arrived:stop@2")
+        env = order(home, approach=approach) | faulty("clone.arrived:stop@2")
         with ranks.start(receive, 2, tmp_path / "clone", env=env) as clones:
             for pid in clones.pids:
                 until_stopped(pid)
@@ -214,6 +216,7 @@ def test_a_stopped_clone_is_given_up_within_the_bound(tmp_path: Path) -> None:
     for donor in seen:
         assert [done for _, done, _, _ in donor["forks"]] == [False, True]
         assert all(waited < 4 for _, _, _, waited in donor["forks"])
+        assert donor["slowest"] < 10, "a step waited longer than the donors' patience"
 
 
 def test_donors_that_die_in_mid_fork_take_no_clone_along_unnoticed(tmp_path: Path) -> None:
@@ -232,7 +235,7 @@ def test_a_late_clone_is_not_waited_for(tmp_path: Path) -> None:
     """It asks, and then nothing is heard of it."""
     with donors(tmp_path, 2, join_timeout=1.0) as group:
         home = home_of(tmp_path)
-        ask(Address.read(home), {"versions": versions(), "places": [["here", "cpu"]]})
+        ask(Address.read(home), {"versions": versions(), "places": [["here", "cpu", "m"]]})
         a_fork_still_works(tmp_path)
         time.sleep(1.5)  # the fork that works may be done before the other is given up
         seen = stop(tmp_path, group)
@@ -255,3 +258,58 @@ def test_a_stopped_donor_is_not_waited_for_without_end(tmp_path: Path) -> None:
         group.kill(1, signal.SIGCONT)
         seen = stop(tmp_path, group)
     assert [done for _, done, _, _ in seen[0]["forks"]] == [False]
+
+
+# -- through a file --------------------------------------------------------------------------
+
+
+def change_when_written(folder: Path) -> None:
+    """Flip a byte of the model's file, once it has all of them, before the clones read it."""
+    path = next((folder / "runs").glob("*/clones/*/model.safetensors"))
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+
+
+def donate_changed(folder: Path) -> dict[str, Any]:
+    with faults.inject("clone.filed", lambda: change_when_written(folder)):
+        return donate(folder)
+
+
+def test_a_file_that_was_changed_is_no_state(tmp_path: Path) -> None:
+    with ranks.start(donate_changed, 1, tmp_path) as group:
+        group.wait_mark("open", rank=0, timeout=60)
+        env = order(home_of(tmp_path), approach="file")
+        message = failed_with(tmp_path / "clone", 1, env)
+        assert "model.safetensors was changed after it was written" in message
+        (seen,) = stop(tmp_path, group)
+    ((_, done, failure, _),) = seen["forks"]
+    assert not done
+    assert "was changed" in failure
+    assert not list(tmp_path.rglob("clones"))
+
+
+def test_a_slow_disk_holds_up_no_donor(tmp_path: Path) -> None:
+    slow = faulty("clone.write:sleep:0.4@*")
+    with ranks.start(donate, 1, tmp_path, patience=0.5, env=slow) as group:
+        group.wait_mark("open", rank=0, timeout=60)
+        message = failed_with(tmp_path / "clone", 1, order(home_of(tmp_path), approach="file"))
+        assert "raise patience=, or use another approach" in message
+        a_fork_still_works(tmp_path, 1)
+        (seen,) = stop(tmp_path, group)
+    assert [done for _, done, _, _ in seen["forks"]] == [False, True]
+    assert not list(tmp_path.rglob("clones"))
+
+
+def test_a_disk_that_hangs_holds_up_no_donor(tmp_path: Path) -> None:
+    """As a file server does that is gone: not even a limit between two writes is looked at."""
+    hangs = faulty("clone.write:sleep:1000")
+    with ranks.start(donate, 1, tmp_path, patience=0.5, env=hangs) as group:
+        group.wait_mark("open", rank=0, timeout=60)
+        message = failed_with(tmp_path / "clone", 1, order(home_of(tmp_path), approach="file"))
+        assert "raise patience=, or use another approach" in message
+        a_fork_still_works(tmp_path, 1)
+        (seen,) = stop(tmp_path, group)
+    assert [done for _, done, _, _ in seen["forks"]] == [False, True]

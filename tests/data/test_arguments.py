@@ -162,6 +162,7 @@ def test_methods_of_a_reader(path: Path, call: Callable[[LmdbReader], Any], says
         (lambda p: convert(p, "x.mdb", columns=[5]), "columns="),
         (lambda p: convert(p, "x.mdb", suffixes=".txt"), "suffixes=.*expected a list"),
         (lambda p: convert(p, "x.mdb", shuffle="0"), "shuffle="),
+        (lambda p: convert(p, "x.mdb", shuffle=-1), "shuffle=-1: expected 0 or more"),
         (lambda p: convert(p, "x.mdb", whole="no"), "whole="),
         (lambda p: convert(p, "x.mdb", force="no"), "force="),
         (lambda p: convert(p, "x.mdb", phase=5), "phase="),

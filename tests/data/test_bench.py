@@ -60,6 +60,7 @@ def test_what_cannot_be_dropped_is_left_out(tmp_path: Path, monkeypatch) -> None
         ({"policies": ["stag"]}, "policy='stag': expected one of auto"),
         ({"policies": ["dio", "dio"]}, "each once"),
         ({"seconds": 0}, "more than 0"),
+        ({"seconds": float("nan")}, "seconds=nan: expected a finite number"),
     ],
 )
 def test_options_that_make_no_sense(tmp_path: Path, options, message: str) -> None:

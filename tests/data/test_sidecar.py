@@ -109,6 +109,8 @@ def test_a_place_that_cannot_be_written(database: Path, caplog: pytest.LogCaptur
         index = open_index(database, file=database / "below a file" / "i")
     assert contents(index) == reference(database)
     assert "not kept" in caplog.text
+    with pytest.raises(DataError, match=r"is a folder; give the name of a file in it"):
+        save_index(index, ".")
 
 
 def test_cache_when_the_folder_is_read_only(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from collections import namedtuple
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from sapwood.errors import ConfigError, DeadlineError, UsageError
 from sapwood.integrations.dcp import SapwoodReader, SapwoodStager, SapwoodWriter
+from sapwood.integrations.dcp import stager as stager_module
 
 Pair = namedtuple("Pair", "left right")
 
@@ -121,3 +123,19 @@ def test_saves_in_the_background_take_turns_with_two_buffers():
         assert len(loaded["weight"].unique()) == 1, "a torn save"
         found.append(int(loaded["weight"][0]))
     assert sorted(found) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_save_without_memory_takes_no_buffer_from_those_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    stager = SapwoodStager(buffers=1, timeout=0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(stager_module, "Arena", fail)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Cannot allocate"):
+                stager.stage(state())
+    stager.stage(state())
+    stager.close()

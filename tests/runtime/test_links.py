@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,19 @@ def test_a_number_used_again_by_somebody_else_is_left_alone() -> None:
     assert other[2].recv(1) == b"x"
     for one in (reused, listener, far, *other):
         one.close()
+
+
+def test_a_number_used_again_for_a_file_leaves_nothing_open(tmp_path: Path) -> None:
+    links = Links()
+    listener, near, far = links.during(connect)
+    with (tmp_path / "file").open("w") as file:
+        os.dup2(file.fileno(), near.fileno())
+    before = sorted(Path("/proc/self/fd").iterdir())
+    links.cut()
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    for one in (listener, far):
+        one.close()
+    os.close(near.detach())
 
 
 @pytest.mark.parametrize("which", [1, 2])

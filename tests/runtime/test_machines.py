@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from typing import Any
 
@@ -136,3 +137,31 @@ def test_node_averaging_is_refused_for_accelerators() -> None:
     chosen = choose_averager(far, "auto")
     assert chosen.averager.name == "direct"
     assert "meta has its own way" in chosen.reason
+
+
+def test_another_users_connection_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They could have as many as this process may have descriptors."""
+    name = f"\0sapwood-test-{os.getpid()}"
+    monkeypatch.setattr(found_machines, "peer_process", lambda link: (1, os.geteuid() + 1))
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger,
+    ):
+        listener.bind(name)
+        listener.listen()
+        stranger.connect(name)
+        stranger.settimeout(20.0)
+        waiting = found_machines._accepted(listener, b"", {1}, time.monotonic() + 60.0)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(next(waiting)))
+        thread.start()
+        assert stranger.recv(1) == b""
+        monkeypatch.undo()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ours:
+            ours.connect(name)
+            ours.send(found_machines._HELLO.pack(b"", 1))
+            thread.join(60.0)
+        ((rank, link),) = found
+        link.close()
+        waiting.close()
+        assert rank == 1

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from sapwood.state.optimizers import optimizer_tensors
 from sapwood.state.tensors import (
     clean_name,
     describe_model,
     named_buffers,
     named_parameters,
-    optimizer_tensors,
 )
 from sapwood.testing import ranks
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import sapwood
+from sapwood.errors import UsageError
 from sapwood.testing import ranks
 from sapwood.testing.ranks import rank
 from tests.sync import models
@@ -87,3 +88,20 @@ def test_inductor_on_two_ranks() -> None:
     first, second = ranks.spawn(inductor, 2, timeout=110)
     assert first == second
     assert first[1] == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, while it traces
+def test_compiled_autograd_is_refused_by_name() -> None:
+    """Its enabled backward is traced: hooks see no gradient task, and callbacks are not called."""
+    from torch._dynamo import compiled_autograd
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    before = [p.detach().clone() for p in model.parameters()]
+    with sapwood.Run(model, torch.optim.SGD(model.parameters(), **SGD)) as run:
+        loss = run.model(torch.ones(2, 3)).sum()
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager")),
+            pytest.raises(UsageError, match=r"compiled autograd.*config\.compiled_autograd off"),
+        ):
+            loss.backward()
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

@@ -15,6 +15,7 @@ from sapwood.runtime import faults as points
 from sapwood.testing import faults
 from sapwood.tiers.base import Stored, Tier
 from sapwood.tiers.external import ExternalTier
+from tests.storage.dying import dies, inside
 from tests.tiers.crash import (
     KINDS,
     NEW,
@@ -22,10 +23,8 @@ from tests.tiers.crash import (
     OLD,
     WORLD,
     check,
-    dies,
     drafts,
     given,
-    inside,
     put_all,
     ranks_of,
     tier_in,

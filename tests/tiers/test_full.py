@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sapwood.errors import TierError
+from tests.storage.mounts import Mount, in_child
 from tests.tiers.crash import KINDS, NEW, OLD, check, drafts, given, put_all, ranks_of, tier_in
-from tests.tiers.mounts import Mount, in_child
 
 # A checkpoint takes about 270 KB: one and a bit fit into the small disk.
 SMALL, LARGE = 400 * 1024, 8 * 2**20

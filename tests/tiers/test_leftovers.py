@@ -16,7 +16,8 @@ from sapwood.tiers.external import ExternalTier
 from sapwood.tiers.leftovers import Clearable, Stale
 from sapwood.tiers.local import LocalTier
 from sapwood.tiers.record import CheckpointId
-from tests.tiers.crash import KINDS, NEW, OLD, check, dies, drafts, given, put_all, tier_in
+from tests.storage.dying import dies
+from tests.tiers.crash import KINDS, NEW, OLD, check, drafts, given, put_all, tier_in
 from tests.tiers.nodes import cluster
 from tests.tiers.shards import ATTEMPT, shard
 

@@ -158,13 +158,12 @@ def test_tiers_from_settings_work_together(tmp_path: Path) -> None:
             tier.put(record, memory)
             assert list(tier.shards()) == [Stored(ID, 0)]
             assert np.array_equal(contract.read_all(tier, Stored(ID, 0)), memory)
-            tier.close()
         local.drop(ID)
         partner.drop(ID)
         assert list(partner.shards()) == []
         assert list(parity.shards()) == [Stored(ID, 0)]
-        partner.close()
-        parity.close()
+        for tier in (local, partner, parity):
+            tier.close()
 
 
 def test_a_partner_that_came_back_empty_is_given_its_copies_again(tmp_path: Path) -> None:
@@ -179,3 +178,15 @@ def test_a_partner_that_came_back_empty_is_given_its_copies_again(tmp_path: Path
         assert nodes.partner("a").mend(record.id, [local]) == 1
         stored = Stored(record.id, 0)
         assert np.array_equal(contract.read_all(nodes.partner("b"), stored), memory)
+
+
+def test_a_shard_of_another_step_is_not_taken_for_what_the_partner_lost(tmp_path: Path) -> None:
+    local, sound = LocalTier(tmp_path / "local"), LocalTier(tmp_path / "sound", name="external")
+    record, memory = shard(7, 0, 2)
+    sound.put(record, memory)
+    local.put(*shard(5, 0, 2))
+    (local.folder / CheckpointId(5, ATTEMPT).folder).rename(local.folder / ID.folder)
+    with cluster(tmp_path, 2) as nodes:
+        assert nodes.partner("a").mend(ID, [local]) == 0
+        assert nodes.partner("a").mend(ID, [local, sound]) == 1
+        assert list(nodes.partner("a").shards()) == [Stored(ID, 0)]

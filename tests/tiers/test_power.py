@@ -17,20 +17,9 @@ from sapwood.errors import TierError
 from sapwood.testing import faults
 from sapwood.tiers.base import Stored
 from sapwood.tiers.record import CheckpointId
-from tests.tiers.crash import (
-    KINDS,
-    NEW,
-    NEXT,
-    OLD,
-    WORLD,
-    check,
-    given,
-    inside,
-    put_all,
-    ranks_of,
-    tier_in,
-)
-from tests.tiers.power import VARIANTS, Op, RecordingFiles, Replay, build
+from tests.storage.dying import inside
+from tests.storage.power import VARIANTS, Op, RecordingFiles, Replay, build
+from tests.tiers.crash import KINDS, NEW, NEXT, OLD, WORLD, check, given, put_all, ranks_of, tier_in
 
 PLACE = Path("a", "b")
 """Where the tier is in the recorded folder: it makes both."""

@@ -21,6 +21,9 @@ import torch
 from sapwood.errors import CheckpointError, ConfigError, TierError
 from sapwood.runtime.faults import ENV
 from sapwood.state.shards import Shard
+from sapwood.storage.s3.multipart import Multipart
+from sapwood.storage.s3.objects import Objects
+from sapwood.storage.s3.sigv4 import Credentials
 from sapwood.testing import faults, ranks, seaweed
 from sapwood.tiers.base import Stored, verify
 from sapwood.tiers.digest import digest
@@ -29,9 +32,6 @@ from sapwood.tiers.make import make_tiers
 from sapwood.tiers.manifest import Manifest
 from sapwood.tiers.record import CheckpointId, describe
 from sapwood.tiers.s3 import S3Tier, parts, upload
-from sapwood.tiers.s3.multipart import Multipart
-from sapwood.tiers.s3.objects import Objects
-from sapwood.tiers.s3.sigv4 import Credentials
 from sapwood.tiers.spec import NodeMap, TierSpec
 from tests.tiers import contract
 from tests.tiers.shards import ATTEMPT, fill, plan, shard
@@ -477,6 +477,31 @@ def test_damage_to_a_manifest_is_found_and_mended(weed: seaweed.Server, place: s
         here.verify_files(ID)
 
 
+def test_a_checkpoint_whose_manifest_was_removed(weed: seaweed.Server, place: str) -> None:
+    here, store = tier(weed, place), objects(weed, place)
+    for step in (7, 9):
+        for rank in range(2):
+            here.put(*shard(step, rank, 2))
+    names = [f"{CheckpointId(step, ID.attempt).folder}/manifest.json" for step in (7, 9)]
+    good = store.get(names[0])
+    store.delete(names)
+    for rank in range(2):
+        assert verify_all(here, Stored(ID, rank))
+    time.sleep(1.1)  # the server's clock counts whole seconds
+    here.clear(Stale(attempt="ffff00", step=11, quiet=0.0))
+    assert len(here.shards()) == 4, "a checkpoint that can be read was cleared away"
+    assert here.publish(ID)
+    assert store.get(names[0]) == good
+    assert here.verify_files(ID)
+    # That a file is damaged, too, is said.
+    other = CheckpointId(9, ID.attempt)
+    content = bytearray(store.get(f"{other.folder}/model.safetensors"))
+    content[-1] ^= 1
+    store.put(f"{other.folder}/model.safetensors", bytes(content))
+    with pytest.raises(CheckpointError, match="damaged"):
+        here.publish(other)
+
+
 def test_manifests_of_earlier_versions_are_read(weed: seaweed.Server, place: str) -> None:
     here, store = tier(weed, place), objects(weed, place)
     for rank in range(2):
@@ -581,7 +606,11 @@ def test_settings_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [n for n in sys.modules if n.startswith(("sapwood.tiers.s3", "obstore"))]:
+    for name in [
+        n
+        for n in sys.modules
+        if n.startswith(("sapwood.tiers.s3", "sapwood.storage.s3", "obstore"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "obstore", None)
     nodes = NodeMap(node="a", rank_nodes=("a",))

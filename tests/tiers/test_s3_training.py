@@ -8,9 +8,9 @@ import safetensors.torch
 import torch
 
 import sapwood
+from sapwood.storage.s3.objects import Objects
 from sapwood.testing import ranks, seaweed
 from sapwood.tiers.s3 import S3Tier
-from sapwood.tiers.s3.objects import Objects
 from tests.checkpoint.training import Training, same
 
 STEPS = 4

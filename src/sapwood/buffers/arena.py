@@ -7,13 +7,13 @@ the bytes when the one that wrote them is gone.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from sapwood.buffers.mapping import Mapping
 
 __all__ = ["Arena"]
 
@@ -30,37 +30,44 @@ class Arena:
         ``touch=False`` leaves pages to whoever writes them first, and so to that one's NUMA node.
         """
         fd = os.memfd_create(f"sapwood-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch else 0)
         try:
             os.ftruncate(fd, max(nbytes, 1))
             # Whoever shrank it would kill every other process that reads past the new end; growing
             # harms nobody, and what is behind the tensors of a step has no fixed size.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            self._map = mmap.mmap(fd, max(nbytes, 1), flags=flags)
+            mapping = Mapping(fd, nbytes)
+            if touch:
+                mapping.fault_in(fd, 0, nbytes)
         except BaseException:
             os.close(fd)
             raise
-        self.fd = fd
-        self.nbytes = nbytes
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, count=nbytes)
+        self._take(fd, mapping)
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
         """Map memory made elsewhere; the descriptor is this object's from now on.
 
         If that fails the descriptor is closed: nobody else has it.
+
+        Raises:
+            ValueError: there is nothing to map.
         """
         self = cls.__new__(cls)
-        nbytes = os.fstat(fd).st_size
         try:
-            self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+            nbytes = os.fstat(fd).st_size
+            if not nbytes:
+                raise ValueError("the descriptor is of an empty file, or of no memory")
+            self._take(fd, Mapping(fd, nbytes))
         except BaseException:
             os.close(fd)
             raise
-        self.fd = fd
-        self.nbytes = nbytes
-        self.bytes = np.frombuffer(self._map, np.uint8)
         return self
+
+    def _take(self, fd: int, mapping: Mapping) -> None:
+        self.fd = fd
+        self.nbytes = mapping.nbytes
+        self.bytes: npt.NDArray[np.uint8] = mapping.bytes
+        self._mapping: Mapping | None = mapping
 
     def write_at(self, offset: int, data: Any) -> None:
         """Copy bytes in without the mapping, which may end before; the memory grows as needed.
@@ -79,7 +86,8 @@ class Arena:
 
     def keep_from_children(self) -> None:
         """Do not map it in processes forked from this one, where a write would reach its users."""
-        self._map.madvise(mmap.MADV_DONTFORK)
+        assert self._mapping is not None
+        self._mapping.keep_from_children()
 
     @property
     def closed(self) -> bool:
@@ -92,7 +100,6 @@ class Arena:
             return
         os.close(self.fd)
         self.fd = -1
+        # A caller may still hold a part of it: the mapping ends with that part.
         self.bytes = np.empty(0, np.uint8)
-        # A caller still holds a part of it: the mapping ends with that part.
-        with suppress(BufferError):
-            self._map.close()
+        self._mapping = None

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 
 from sapwood.checkpoint.report import SaveReport
 from sapwood.checkpoint.staging import Batch, Staging
+from sapwood.checkpoint.witness import Witness
 from sapwood.events import Hold, Marker, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.worker import Worker
@@ -64,6 +65,10 @@ class Capture:
         """Where it is to go."""
         self.again = False
         """The step was captured before, for other tiers."""
+        self.round = 0
+        """How often ranks came to save this step before."""
+        self.witness: Witness | None = None
+        """Digests what is captured here of another rank's shard, if anything is."""
         self._left = dict.fromkeys(parameters)
         self._done = done
 
@@ -99,6 +104,8 @@ class Capture:
             if marker is not None:
                 marker.wait()
             batch.copy()
+            if self.witness is not None:
+                self.witness.look(batch.keys)
         except Exception as error:
             self.fail(error)
         end = time.perf_counter_ns()

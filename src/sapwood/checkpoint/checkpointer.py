@@ -7,22 +7,26 @@ reported as it becomes safe in one tier after the other (``outcomes``).
 from __future__ import annotations
 
 import logging
+import operator
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from sapwood.checkpoint.attempts import begin_attempt
 from sapwood.checkpoint.branches import Attempt
 from sapwood.checkpoint.choose import choose_tiers
 from sapwood.checkpoint.engine import Engine, Freed, Progress, start_engine, tiers_to_read
 from sapwood.checkpoint.failures import Failures
+from sapwood.checkpoint.given import check_callables, check_run, folder_of, metrics_given
 from sapwood.checkpoint.inventory import look_around
 from sapwood.checkpoint.nodes import find_nodes, find_peers
 from sapwood.checkpoint.outcomes import OnDurable, Outcomes
 from sapwood.checkpoint.pool import StagingPool
 from sapwood.checkpoint.pruner import Pruner
+from sapwood.checkpoint.replicas import Comparison
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
 from sapwood.checkpoint.restore import Loaded, Restored, Wanted, load_newest
 from sapwood.checkpoint.retention import Policy, last
@@ -30,12 +34,12 @@ from sapwood.checkpoint.saver import Saver
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.checkpoint.together import on_all_ranks
 from sapwood.errors import CheckpointError, ConfigError
-from sapwood.events import RunStopping
+from sapwood.events import RunStopping, StateReplaced, StateReplacing
 from sapwood.runtime.ending import AtExit
-from sapwood.runtime.handle import RunHandle, run_state
+from sapwood.runtime.handle import RunHandle, run_state, with_run_state
 from sapwood.runtime.settings import UNSET, resolve
 from sapwood.state.apply import check, prepare
-from sapwood.state.extras import Extras, Stateful
+from sapwood.state.extras import Extras, Stateful, things_by_name
 from sapwood.tiers.base import Tier
 from sapwood.tiers.make import make_tiers
 from sapwood.tiers.record import CheckpointId
@@ -94,18 +98,24 @@ class Checkpointer:
     ) -> None:
         """Start the engine; nothing is saved yet."""
         given = {"every": every, "mode": mode, **settings}
+        check_run(run)
+        check_callables(on_captured=on_captured, on_durable=on_durable, retention=retention)
+        self._extras = Extras(with_run_state(run, shared), things_by_name("own", own))
         self.settings = resolve(CheckpointSettings, "checkpoint", given).value
         self.stats = CheckpointStats()
-        self.metrics: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._run = run
         self._closed = False
-        place = _own_place(run, place)
+        place = folder_of(_own_place(run, folder_of(place)))
         self._nodes = find_nodes(run.group)
         if isinstance(tiers, str):
             tiers = self._choose(tiers, place)
         self.specs = tier_specs(place, tiers)
         self._nodes = find_peers(run.group, self._nodes, self.specs)
-        name = run.group.share_text("checkpointer", secrets.token_hex(6))
+        # Also whether replicas are compared: a rank that did not would keep the others waiting.
+        mine = f"{secrets.token_hex(6)} {self.settings.check_replicas}"
+        name, checks = run.group.share_text("checkpointer", mine).split()
+        self.settings = replace(self.settings, check_replicas=checks)  # type: ignore[arg-type]
         leads = self._nodes.ranks[0] == run.group.rank
         self._failures = Failures(self.stats, self.settings.max_failures)
         self._outcomes = Outcomes(run, name, self.stats, self._failures, on_durable, leads=leads)
@@ -114,7 +124,7 @@ class Checkpointer:
         self._make_pruners(retention, leads=leads)
         single = self.settings.mode == "single"
         self._pool = StagingPool(run, self._engine, single=single)
-        self._extras = Extras({**run_state(run), **(shared or {})}, own or {})
+        compares = run.group.world > 1 and self.settings.check_replicas != "off"
         self._saver = Saver(
             run,
             self.settings,
@@ -123,13 +133,19 @@ class Checkpointer:
             attempt=self._attempt,
             specs=self.specs,
             extras=self._extras,
-            metrics=self.metrics,
+            metrics=self._metrics,
             stats=self.stats,
             failures=self._failures,
+            comparison=Comparison(run.group, name) if compares else None,
             on_captured=on_captured,
         )
         self._deadline: float | None = None
-        self._stopping = run.events.subscribe(RunStopping, self._run_stops, name="checkpoint")
+        self._restoring = False
+        self._subscriptions = [
+            run.events.subscribe(RunStopping, self._run_stops, name="checkpoint"),
+            run.events.subscribe(StateReplacing, self._state_goes, name="checkpoint"),
+            run.events.subscribe(StateReplaced, self._state_came, name="checkpoint"),
+        ]
         # After the run's own, and so before it: whoever forgets to close loses nothing.
         self._at_exit = AtExit(self.close)
         self._saver.start(self._attempt)
@@ -151,7 +167,7 @@ class Checkpointer:
             settings=self.settings,
             listener=self._heard,
             rank=run.group.rank,
-            token=run.group.share_text("engine token", secrets.token_hex(16)),
+            token=run.group.secret("engine"),
             log=run.folder / f"engine-{self._nodes.node}.log",
         )
         if self._nodes.addresses:
@@ -191,11 +207,24 @@ class Checkpointer:
         mine = {name: p for name, p in pruners.items() if name not in SHARED or not rank}
         self._outcomes.pruners = mine if leads else {}
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers saved with every checkpoint, for ``retention.best``; set them as you go."""
+        return self._metrics
+
+    @metrics.setter
+    def metrics(self, given: Mapping[str, float]) -> None:
+        # Changed in place, as what saves them holds this dictionary.
+        found = metrics_given(given)
+        self._metrics.clear()
+        self._metrics.update(found)
+
     def save(self, metrics: Mapping[str, float] | None = None) -> SaveReport:
         """Take a checkpoint of the step that has just ended; all ranks must call it.
 
         Returns when the bytes are captured; ``wait`` waits until they are durable. ``metrics`` are
-        added to ``self.metrics`` first. A step that was due is saved already, and only reported.
+        added to ``self.metrics`` first. A step that was due is saved already, and only reported:
+        with the metrics it had then, and a warning if these are others.
 
         Raises:
             CheckpointError: no staging memory became free in time, copying failed, or something
@@ -203,8 +232,9 @@ class Checkpointer:
         """
         self._check_open()
         self._run.check_between_steps("save()")
-        self.metrics.update(metrics or {})
+        self._metrics.update(metrics_given(metrics))
         report = self._saver.save(self._run.step_count)
+        self._saver.say_what_came_late(report)
         self._failures.check()
         return report
 
@@ -230,7 +260,11 @@ class Checkpointer:
             CheckpointError: it is not there, not whole, or of another model. Nothing of the run
                 was changed.
         """
-        wanted: Wanted = CheckpointId.parse(step) if isinstance(step, str) else int(step)
+        wanted: Wanted = None
+        if isinstance(step, str):
+            wanted = CheckpointId.parse(step)
+        elif isinstance(step, SupportsIndex) and not isinstance(step, bool):  # numpy's numbers, too
+            wanted = operator.index(step)
         if wanted is None:
             raise CheckpointError(
                 f"{step!r} is no checkpoint; expected a step, or an id such as '00000015-3f9a1c'"
@@ -274,6 +308,10 @@ class Checkpointer:
             timeout = min(timeout, self._run.group.timeout / 2)
         deadline = time.monotonic() + timeout
         self._drain(timeout)
+        going = StateReplacing()
+        self._run.events.publish(going)
+        if going.problems:
+            raise going.problems[0]
         left = max(0.0, deadline - time.monotonic())
         return tiers_to_read(self._engine, self.specs, self._nodes, timeout=left)
 
@@ -286,18 +324,28 @@ class Checkpointer:
             lambda: prepare(run.model, run.optimizer, state, with_optimizer=optimizer),
         )
         # What is the user's may refuse its state, so it comes before the weights.
-        notes = on_all_ranks(
+        beside = f"what was saved beside the tensors of {about.id}"
+        giving = on_all_ranks(
             run.group,
-            f"take what was saved beside the tensors of {about.id}",
-            lambda: self._extras.restore(state.common, state.mine),
+            f"read {beside}",
+            lambda: self._extras.giving(state.common, state.mine, run_state(run)),
         )
+        try:
+            on_all_ranks(run.group, f"take {beside}", giving.give)
+        except BaseException:
+            giving.take_back()
+            raise
         change.apply()
-        for note in (*notes, *about.skipped):
+        for note in (*giving.notes, *about.skipped):
             log.warning("while restoring %s: %s", about.id, note)
         if self._nodes.addresses and run.group.rank == self._nodes.ranks[0]:
             # Some node may have come back empty, and the next loss may be another one.
             self._engine.mend(about.id)
-        run.resume_at(about.id.step)
+        self._restoring = True
+        try:
+            run.resume_at(about.id.step)
+        finally:
+            self._restoring = False
         known = loaded.branches
         self._attempt = self._outcomes.attempt = begin_attempt(
             run.group,
@@ -306,6 +354,27 @@ class Checkpointer:
             lineage=loaded.lineage,
             after=max(known.newest, self._attempt.lineage.began),
             taken={*known.attempts, self._attempt.name},
+        )
+        self._failures.go_back()
+        self._saver.start(self._attempt)
+
+    def _state_goes(self, event: StateReplacing) -> None:
+        """Another Checkpointer restores: what is captured behind the training must not see that."""
+        try:
+            self._saver.drain(self.settings.drain_timeout)
+        except Exception as error:
+            event.problems.append(error)
+
+    def _state_came(self, event: StateReplaced) -> None:
+        """Somebody else has set the run to another state, of which this place knows nothing.
+
+        What is saved from now on does not descend from what was saved here before.
+        """
+        if self._restoring:
+            return
+        before = self._attempt
+        self._attempt = self._outcomes.attempt = begin_attempt(
+            self._run.group, self._run.id, after=before.lineage.began, taken={before.name}
         )
         self._saver.start(self._attempt)
 
@@ -317,6 +386,7 @@ class Checkpointer:
                 or more checkpoints in a row have failed than ``max_failures`` allows.
         """
         self._drain(self.settings.drain_timeout if timeout is None else timeout)
+        self._saver.check()
         self._failures.check()
 
     def _drain(self, seconds: float) -> None:
@@ -326,12 +396,24 @@ class Checkpointer:
             raise CheckpointError(f"checkpoints were still under way after {seconds:g} s")
 
     def close(self) -> None:
-        """Finish what is under way and end the engine; calling it again does nothing."""
+        """Finish what is under way and end the engine; calling it again does nothing.
+
+        Raises:
+            CheckpointError: what the next ``run.step()`` would have raised, were there one: more
+                checkpoints in a row have failed than ``max_failures`` allows, or replicas differ
+                and it has not been told yet. Everything is closed all the same.
+        """
         if self._closed:
             return
+        self._end()
+        self._saver.check_at_close()
+        self._failures.check()
+
+    def _end(self) -> None:
         self._closed = True
         self._at_exit.forget()
-        self._stopping.cancel()
+        for subscription in self._subscriptions:
+            subscription.cancel()
         self._saver.close(self._patience())
         self._engine.drain(self._patience())
         # What other nodes still bring here needs this node's engine.
@@ -378,9 +460,12 @@ class Checkpointer:
         """Close at the end of a ``with`` block."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Close; an exception that ends the block is not replaced by one of closing."""
+        if kind is None:
+            self.close()
+        elif not self._closed:
+            self._end()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -24,6 +24,7 @@ class Failures:
         """``most``: so many in a row are raised; None: none ever is."""
         self._stats = stats
         self._most = most
+        self._row: list[int] = []  # the steps that failed since the last one that was saved
         self._lock = threading.Lock()
         self._due: CheckpointError | None = None
 
@@ -31,17 +32,28 @@ class Failures:
         """A checkpoint could not be saved."""
         with self._lock:
             self._stats.failures.append(SaveFailure(step=step, reason=str(error)))
-            self._stats.failures_in_a_row += 1
-            count = self._stats.failures_in_a_row
+            self._row.append(step)
+            self._stats.failures_in_a_row = count = len(self._row)
             if self._most is not None and count >= self._most:
                 self._due = self._due or _too_many(error, count)
         log.warning("%s (failure %d in a row)", error, count)
 
-    def saved(self) -> None:
-        """A checkpoint is safe somewhere."""
+    def saved(self, step: int) -> None:
+        """A checkpoint is safe somewhere.
+
+        Steps that failed after it still count: a tier is often durable a step or two later, and
+        would otherwise take back what the training was about to be told.
+        """
         with self._lock:
-            self._stats.failures_in_a_row = 0
-            self._due = None
+            self._row = [failed for failed in self._row if failed > step]
+            self._stats.failures_in_a_row = len(self._row)
+            if self._most is None or len(self._row) < self._most:
+                self._due = None
+
+    def go_back(self) -> None:
+        """The training was restored: whatever is saved from now on comes after all that failed."""
+        with self._lock:
+            self._row = [-1] * len(self._row)
 
     def told(self) -> None:
         """Whoever called has been told of the last one: it need not be raised again."""

@@ -79,7 +79,7 @@ class Outcomes:
             return
         report.durable[progress.tier] = progress.seconds
         if progress.tier != "memory":  # which alone is no safe place, and may be the only one now
-            self._failures.saved()
+            self._failures.saved(progress.id.step)
         if self._trace.on:
             now = time.perf_counter_ns()
             start = now - int(progress.seconds * 1e9)
@@ -119,7 +119,9 @@ class Outcomes:
         pruner = self.pruners.get(tier)
         if pruner is not None:
             pruner.discard(lost, report.lineage)
-            pruner.whole(id, report.created, report.metrics, report.lineage)
+            # A report without a comparison is of a run that makes none: nothing to wait for.
+            compared = report.compared is not False
+            pruner.whole(id, report.created, report.metrics, report.lineage, compared=compared)
 
     def _settle(self, id: CheckpointId, tier: str) -> list[CheckpointId]:
         """A checkpoint is whole; those before it that are not never will be.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 
 from sapwood.buffers import Arena
 from sapwood.checkpoint.engine import Engine
 from sapwood.checkpoint.staging import Staging
+from sapwood.checkpoint.witness import Parts
 from sapwood.runtime.handle import RunHandle
 from sapwood.state.contents import Contents, collect
 from sapwood.state.shards import ShardPlan, plan_shards
@@ -27,6 +29,7 @@ class StagingPool:
         self._lock = threading.Lock()
         self._contents: Contents | None = None
         self._plan: ShardPlan | None = None
+        self._parts: Parts | None = None
         self._stagings: list[Staging] = []
         self._free: set[int] = set()
         self._retired: dict[int, Arena] = {}
@@ -43,22 +46,46 @@ class StagingPool:
         assert self._plan is not None
         return self._plan
 
+    @property
+    def parts(self) -> Parts:
+        """Who compares what with whom."""
+        assert self._parts is not None
+        return self._parts
+
     def follow(self) -> None:
-        """Plan anew if the run's tensors are not those of the plan."""
+        """Plan anew if the run's tensors are not those of the plan.
+
+        Raises:
+            CheckpointError: a tensor is of a kind that cannot be saved.
+            OSError: there is no memory for staging.
+        """
         if self._contents is not None and self._contents.current():
             return
         run = self._run
         holders = (0,) if self._single else tuple(range(run.group.world))
         with run.trace.span("ckpt_plan"):
-            self._contents = collect(run.model, run.optimizer, lambda name: holders)
-            self._plan = plan_shards(self._contents.catalog, run.group.world)
-            shard = self._plan.shards[run.group.rank]
+            contents = collect(run.model, run.optimizer, lambda name: holders)
+            plan = plan_shards(contents.catalog, run.group.world)
+            # Before anything of the old plan goes: it may fail, and is then tried again.
+            arenas = self._allocate(plan.shards[run.group.rank].nbytes)
+            self._contents, self._plan = contents, plan
+            self._parts = Parts(plan, contents, single=self._single, buffers=run.shares_buffers)
+            shard = plan.shards[run.group.rank]
             self._retire()
-            for _ in range(_ARENAS):
-                arena = Arena(shard.nbytes)
+            for arena in arenas:
                 number = self._engine.lend(arena)
-                self._stagings.append(Staging(self._contents, shard, arena, number))
+                self._stagings.append(Staging(contents, shard, arena, number))
                 self._free.add(number)
+
+    @staticmethod
+    def _allocate(nbytes: int) -> list[Arena]:
+        with ExitStack() as stack:
+            arenas = []
+            for _ in range(_ARENAS):
+                arenas.append(Arena(nbytes))
+                stack.callback(arenas[-1].close)
+            stack.pop_all()
+        return arenas
 
     def take(self) -> Staging | None:
         """Free staging memory; None if there is none."""

@@ -61,6 +61,8 @@ class Pruner:
         self._root = ""
         self._strange: set[CheckpointId] = set()  # those that were named
         self._whole: set[CheckpointId] = set()  # those of which it is certain
+        self._compared: CheckpointId | None = None  # the newest whose replicas were equal
+        self._compared_for = ""  # in which attempt, or before which
         self._lock = threading.RLock()  # room is wanted on another thread than wholes are told
 
     def whole(
@@ -69,18 +71,35 @@ class Pruner:
         created: float,
         metrics: dict[str, float],
         lineage: Lineage | None = None,
+        *,
+        compared: bool = True,
     ) -> None:
-        """A new checkpoint is whole in the tier: what is no longer needed can go."""
+        """A new checkpoint is whole in the tier: what is no longer needed can go.
+
+        Unless its replicas were ``compared`` it may mix two models: then the newest before it that
+        does not stays, however many are to be kept.
+        """
         with self._lock:
             self._whole.add(id)
             if self._policy is not None:
                 if self._saved is None or self._root != root_of(lineage):
                     self._root = root_of(lineage)
                     self._saved = self._ours(id, lineage)
+                self._note_compared(id, lineage, compared=compared)
                 self._saved[id] = Saved(id=id, created=created, metrics=metrics, lineage=lineage)
                 for gone in self._going(self._saved.values(), id, self._policy):
                     self._let_go(gone)
         self._clear(id)
+
+    def _note_compared(self, id: CheckpointId, lineage: Lineage | None, *, compared: bool) -> None:
+        if compared:
+            self._compared = id
+        elif self._compared_for != id.attempt:
+            # What all ranks of this attempt were restored from was equal; else the newest before.
+            known, parent = self._saved or {}, None if lineage is None else lineage.parent
+            older = [other for other in known if other.step < id.step]
+            self._compared = parent if parent in known else max(older, default=id)
+        self._compared_for = id.attempt
 
     def make_room(self, id: CheckpointId, lineage: Lineage | None = None) -> None:
         """There is no room for a checkpoint: the oldest of those goes that it would replace.
@@ -134,7 +153,8 @@ class Pruner:
         """What need not be kept once ``id`` is whole, oldest first."""
         # Of an attempt that got further before it was restored from an older step, nothing newer
         # than this is touched: it is not ours to judge.
-        return to_drop([s for s in saved if s.id.step <= id.step], policy, id.attempt)
+        going = to_drop([s for s in saved if s.id.step <= id.step], policy, id.attempt)
+        return [one for one in going if one != self._compared]
 
     def _let_go(self, id: CheckpointId) -> None:
         self._whole.discard(id)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sapwood.tiers.record import CheckpointId, Lineage
 
-__all__ = ["CheckpointStats", "SaveFailure", "SaveReport"]
+__all__ = ["CheckpointStats", "ReplicaDifference", "SaveFailure", "SaveReport"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class SaveReport:
     """Tiers in which the shards of all ranks are safe."""
     failed: dict[str, str] = field(default_factory=dict)
     """Tiers that gave up, and why."""
+    compared: bool | None = None
+    """Whether two ranks agree on every byte; None: nothing is compared, see ``check_replicas``."""
     lineage: Lineage | None = None
     """Where the attempt that saved it came from."""
 
@@ -53,6 +55,27 @@ class SaveFailure:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaDifference:
+    """Some bytes of a tensor that are not the same on two ranks."""
+
+    step: int
+    ranks: tuple[int, int]
+    """The one that saves these bytes, and the one that has others."""
+    file: str
+    """``model`` or ``optimizer``."""
+    name: str
+    start: int
+    """The range of bytes that was compared, within the tensor."""
+    stop: int
+
+    def __str__(self) -> str:
+        """For people."""
+        owner, other = self.ranks
+        what = f"{self.file} {self.name}, bytes {self.start} to {self.stop}"
+        return f"ranks {owner} and {other}: {what if self.name else 'the tensors are not known'}"
+
+
 @dataclass(slots=True)
 class CheckpointStats:
     """All checkpoints of a run."""
@@ -64,6 +87,8 @@ class CheckpointStats:
     """Checkpoints that could not be captured, or that every lasting tier has given up."""
     failures_in_a_row: int = 0
     """How many of them came after the last one that was saved."""
+    differences: list[ReplicaDifference] = field(default_factory=list)
+    """Tensors in which replicas were found to differ, by all ranks."""
 
     def of(self, id: CheckpointId) -> SaveReport | None:
         """The report of a checkpoint."""

@@ -208,7 +208,7 @@ def _complain(
     if elsewhere:
         what = f"{what} on the current branch"
         skipped = [*skipped, _instead(elsewhere, choice.branch)]
-    why = "; ".join(skipped or ["none"])
+    why = "; ".join(skipped or ["it is not there"])
     raise CheckpointError(f"{what} (steps found: {inventory.steps}): {why}")
 
 

@@ -68,7 +68,9 @@ def spaced(seconds: float) -> Policy:
     def policy(saved: Sequence[Saved]) -> set[CheckpointId]:
         kept: list[Saved] = []
         for one in saved:
-            if not kept or one.created - kept[-1].created >= seconds:
+            gap = one.created - kept[-1].created if kept else math.inf
+            # A clock that was set back tells nothing of the time between; 0: it is not known.
+            if gap >= seconds or (one.created and gap <= -seconds):
                 kept.append(one)
         return {s.id for s in kept}
 

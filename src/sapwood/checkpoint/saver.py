@@ -15,19 +15,29 @@ from sapwood.checkpoint.branches import Attempt
 from sapwood.checkpoint.capture import OWNER, Capture, make_capture
 from sapwood.checkpoint.engine import Engine, Job
 from sapwood.checkpoint.failures import Failures
+from sapwood.checkpoint.given import numbers
 from sapwood.checkpoint.pool import StagingPool
+from sapwood.checkpoint.replicas import Comparison
 from sapwood.checkpoint.report import CheckpointStats, SaveReport
 from sapwood.checkpoint.schedule import Schedule
 from sapwood.checkpoint.settings import CheckpointSettings
 from sapwood.checkpoint.timed import TimedSchedule
 from sapwood.checkpoint.turns import Turns
-from sapwood.errors import CheckpointError, DeadlineError, SapwoodError, UsageError
+from sapwood.checkpoint.witness import Parts
+from sapwood.errors import (
+    CheckpointError,
+    DeadlineError,
+    ReplicasDiffer,
+    SapwoodError,
+    UsageError,
+)
 from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.worker import Worker
 from sapwood.state.apply import OPTIMIZER_CLASS
 from sapwood.state.extras import Extras
+from sapwood.state.optimizers import check_own_state
 from sapwood.state.packed import Packed
 from sapwood.state.shards import ShardPlan
 from sapwood.tiers.metrics import plain_metrics
@@ -55,11 +65,13 @@ class Saver:
         metrics: Mapping[str, float],
         stats: CheckpointStats,
         failures: Failures,
+        comparison: Comparison | None,
         on_captured: Callable[[SaveReport], None] | None,
     ) -> None:
         """``metrics`` is looked at when a step is saved; ``stats`` gets a report of each.
 
-        ``failures`` hears of steps that could not be captured.
+        ``failures`` hears of steps that could not be captured. With a ``comparison``, no shard is
+        handed over before it was compared.
         """
         self._run, self._settings = run, settings
         self._engine, self._pool = engine, pool
@@ -70,6 +82,12 @@ class Saver:
         self._agreement = Agreement(run.group, attempt.name)
         self.pace = Pace(settings, speaks=run.group.rank == 0)
         self._worker = Worker("sapwood-capture")
+        self._comparison = comparison
+        # Its own thread: it waits for other ranks, and copies must not wait behind it.
+        self._comparing = Worker("sapwood-replicas") if comparison is not None else self._worker
+        self._rounds = (-1, 0)  # of which step, and how often it was come to
+        self._act_at = 0
+        self._withheld_until = 0
         self._capture: Capture | None = None
         self._capture_step = 0
         self._latest = -1
@@ -77,8 +95,9 @@ class Saver:
         self._report: SaveReport | None = None
         self._problem: tuple[int, CheckpointError] | None = None
         self._trusted = False
-        self._stuck = False
+        self._stuck: float | None = None  # since when no staging memory has become free
         self._failure: Exception | None = None
+        self._told_of_replicas = False
         self._subscriptions = [
             run.events.subscribe(TensorUpdated, self._updated, name=OWNER),
             run.events.subscribe(StepEnded, self._step_ended, name=OWNER),
@@ -93,7 +112,9 @@ class Saver:
         self._attempt = attempt
         self._agreement = Agreement(self._run.group, attempt.name)
         self._latest = -1
-        self._trusted = False
+        self._failure, self._rounds = None, (-1, 0)
+        self._act_at = self._withheld_until = 0
+        self._trusted = self._told_of_replicas = False
         self._disarm()
         self._turns.start()
         self._schedule.start(self._run.step_count)
@@ -113,20 +134,29 @@ class Saver:
         """
         seconds = self._settings.drain_timeout if timeout is None else timeout
         self._turns.come(step)
+        round = self._come(step)
+        if step == self._latest:
+            self.drain(seconds)  # what was captured may yet turn out not to be saved
         tiers, again = self._turns.tiers(everywhere=everywhere), step == self._latest
         if again:
             tiers = tuple(tier for tier in tiers if tier not in self._handed)
         if tiers or not again:
             self._disarm()
-            capture = self._begin_within(step, seconds)
-            if capture is None:
-                late = f"earlier checkpoints were not written in {seconds:.3g} s"
-                advice = "see the tiers' warnings, or save less often"
-                self._not_saved(step, CheckpointError(f"{late}; {advice}"))
+            try:
+                capture = self._begin_within(step, seconds)
+                if capture is None:
+                    late = f"earlier checkpoints were not written in {seconds:.3g} s"
+                    advice = "see the tiers' warnings, or save less often"
+                    raise CheckpointError(f"{late}; {advice}")
+            except Exception as cause:
+                self._absent(step, round)
+                self._not_saved(step, cause)
             else:
-                self._end(capture, step, tiers, again=again)
-                self._arm(step + 1)
-        self._worker.drain(seconds)
+                self._end(capture, step, tiers, again=again, round=round)
+            self._arm(step + 1)
+        else:
+            self._absent(step, round)
+        self.drain(seconds)
         self._raise_failure()
         failed, error = self._problem or (-1, CheckpointError())
         if failed == step:
@@ -137,14 +167,32 @@ class Saver:
             raise CheckpointError(f"step {step} was not captured; see the log")
         return report
 
+    def say_what_came_late(self, report: SaveReport) -> None:
+        """A step is captured once: what was set since then is in no checkpoint of it."""
+        if self._run.group.rank != 0:
+            return  # rank 0's are those that are looked at
+        kept, now = plain_metrics(report.metrics), plain_metrics(self._metrics)
+        late = {name: value for name, value in now.items() if kept.get(name) != value}
+        if late:
+            log.warning(
+                "step %d was saved before, with the metrics %s: %s came too late and is not in its "
+                "checkpoint. With every= a step that is due is saved inside run.step(); leave it "
+                "out and call save() after an evaluation",
+                report.id.step,
+                kept,
+                late,
+            )
+
     def freed(self, number: int) -> None:
         """The engine needs some staging memory no longer."""
-        self._stuck = False
+        self._stuck = None
         self._pool.give_back(number)
 
     def drain(self, timeout: float) -> None:
-        """Wait until what was begun is captured."""
+        """Wait until what was begun is captured, compared and handed over."""
+        deadline = time.monotonic() + timeout
         self._worker.drain(timeout)
+        self._comparing.drain(max(0.0, deadline - time.monotonic()))
 
     def close(self, timeout: float) -> None:
         """Finish what is under way; nothing is captured from now on."""
@@ -153,7 +201,12 @@ class Saver:
         if self._capture is not None:
             self._capture.abandon()
         self._schedule.close()
+        deadline = time.monotonic() + timeout
         self._worker.close(timeout)
+        if self._comparison is not None:
+            left = max(0.0, deadline - time.monotonic())
+            self._comparison.hurry(left)
+            self._comparing.close(left)
 
     def say_failure(self) -> None:
         """At the end there is no next step to raise it in."""
@@ -179,21 +232,39 @@ class Saver:
         self.pace.step_ended(self._report, saved=capture is not None, waited=waited)
         if self._schedule.due == event.step:
             self._turns.come(event.step)
-        if capture is not None and self._capture_step == event.step:
-            self._finish(capture, event.step)
-        elif self._schedule.due == event.step:
-            self._save_late(event.step)
+            self._come(event.step)
+        try:
+            if capture is not None and self._capture_step == event.step:
+                self._finish(capture, event.step)
+            elif self._schedule.due == event.step:
+                self._save_late(event.step)
+        except Exception as error:
+            self._not_begun(event.step, error)
         self._schedule.step_ended(event.step)
         self._arm(event.step + 1)
         self._worker.check()
+        self._comparing.check()
+        if event.step >= self._act_at:
+            self._raise_failure()
+            self._failures.check()
+
+    def check(self) -> None:
+        """Raise what must not be ignored, from the background, between steps."""
         self._raise_failure()
-        self._failures.check()
+
+    def check_at_close(self) -> None:
+        """The same for the last time: replicas that differ are no news to who was told before."""
+        if self._told_of_replicas and isinstance(self._failure, ReplicasDiffer):
+            self._failure = None
+        self._raise_failure()
 
     def _raise_failure(self) -> None:
         """Raise what must not be ignored, from the background or just now."""
+        self._act_at = 0
         failure, self._failure = self._failure, None
         if failure is not None:
             self._failures.told()
+            self._told_of_replicas |= isinstance(failure, ReplicasDiffer)
             raise failure
 
     # -- one checkpoint ----------------------------------------------------------------------
@@ -203,7 +274,11 @@ class Saver:
         if self._schedule.due == step:
             self._capture_step = step
             # What was right at the last checkpoint is taken to be right; its end looks again.
-            self._capture = self._begin(step, self.pace.mode, trusting=self._trusted)
+            turn = self._turns.count + 1
+            try:
+                self._capture = self._begin(step, self.pace.mode, turn, trusting=self._trusted)
+            except Exception as error:
+                log.info("step %d cannot be captured as it comes, its end tries: %s", step, error)
 
     def _disarm(self) -> None:
         """Give the staging memory back that waits for a step to come."""
@@ -211,23 +286,29 @@ class Saver:
         if capture is not None:
             self._abandon(capture)
 
-    def _begin(self, step: int, mode: str, *, trusting: bool = False) -> Capture | None:
-        """A capture into free staging memory; None if there is none."""
+    def _begin(self, step: int, mode: str, turn: int, *, trusting: bool = False) -> Capture | None:
+        """A capture into free staging memory; None if there is none.
+
+        ``turn``: how many checkpoints were due before, which says whose shard is looked at.
+        """
         if not trusting:
             self._pool.follow()
         staging = self._pool.take()
         if staging is None:
             return None
-        plan = self._pool.plan  # by the time it is complete, the run may have another
-        done: Callable[[Capture], None] = lambda c: self._complete(c, step, plan)  # noqa: E731
+        # By the time it is complete, the run may have others.
+        plan, parts = self._pool.plan, self._pool.parts
+        done: Callable[[Capture], None] = lambda c: self._complete(c, step, plan, parts)  # noqa: E731
         parameters, trace = self._pool.contents.by_parameter, self._run.trace
         capture = make_capture(mode, staging, parameters, done, self._worker, trace)
         capture.on_error = lambda error: self._spoilt(capture, step, error)
+        if self._comparison is not None:
+            capture.witness = parts.witness(self._run.group.rank, turn)
         return capture
 
     def _begin_within(self, step: int, seconds: float) -> Capture | None:
         deadline = time.monotonic() + seconds
-        while (capture := self._begin(step, "sharded")) is None:
+        while (capture := self._begin(step, "sharded", self._turns.count)) is None:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.001)
@@ -237,7 +318,7 @@ class Saver:
         if not self._pool.contents.current():
             # Tensors were replaced or appeared (an optimizer's state in its first step).
             self._abandon(capture)
-            fresh = self._begin(step, "sharded")
+            fresh = self._begin(step, "sharded", self._turns.count)
             if fresh is None:
                 self._save_late(step)
                 return
@@ -249,22 +330,48 @@ class Saver:
     def _save_late(self, step: int) -> None:
         """No staging memory was free when the step began: wait for some, but not for ever."""
         # Once is enough: a tier, or an engine, that is stuck must not slow every step down.
-        capture = self._begin_within(step, 0.0 if self._stuck else self._settings.patience)
+        start = time.monotonic()
+        patience = self._settings.patience if self._stuck is None else 0.0
+        capture = self._begin_within(step, patience)
         if capture is not None:
             self._finish(capture, step)
             return
-        self._stuck = True
+        self._stuck = start if self._stuck is None else self._stuck
+        self._absent(step, 0)
         self._stats.skipped.append(step)
-        log.warning(
-            "step %d is not saved: earlier checkpoints have not been written for %g s; see the "
-            "tiers' warnings, or save less often",
-            step,
-            self._settings.patience,
+        waited = time.monotonic() - self._stuck
+        error = CheckpointError(
+            f"step {step} is not saved: earlier checkpoints have not been written for "
+            f"{waited:.3g} s; see the tiers' warnings, or save less often"
         )
+        # A slow tier is no failure. One that takes nothing for longer than anybody would wait for
+        # it would otherwise never be heard of but in the log.
+        if waited > self._settings.drain_timeout:
+            self._failures.add(step, error)
+        else:
+            log.warning("%s", error)
         self._schedule.saved(step)
 
+    def _not_begun(self, step: int, error: Exception) -> None:
+        """There is nothing to capture a step into, or something in it that cannot be captured.
+
+        The next step that is due tries again: whoever goes on must not go on unsaved for ever.
+        """
+        self._absent(step, 0)
+        told = self._not_saved(step, error)
+        if isinstance(error, CheckpointError):  # of a kind that cannot be saved: so every time
+            self._failure = self._failure or told
+        if self._schedule.due == step:
+            self._schedule.saved(step)
+
     def _end(
-        self, capture: Capture, step: int, tiers: tuple[str, ...], *, again: bool = False
+        self,
+        capture: Capture,
+        step: int,
+        tiers: tuple[str, ...],
+        *,
+        again: bool = False,
+        round: int = 0,
     ) -> None:
         """The step's state is complete: copy what is beside tensors, and let the capture end.
 
@@ -272,15 +379,18 @@ class Saver:
         """
         self._handed = self._handed.union(tiers) if again else frozenset(tiers)
         self._latest, self._problem = step, None
-        capture.tiers, capture.again = tiers, again
+        capture.tiers, capture.again, capture.round = tiers, again, round
         start = time.perf_counter()
         try:
-            metrics = _numbers(self._metrics)
+            metrics = numbers(self._metrics)
             groups, contents = self._run.optimizer.param_groups, self._pool.contents
             common = self._run.group.rank == 0
-            taken = self._extras.take(step, groups, contents.plain, common=common)
+            if not any(s is self._run.optimizer for s in self._extras.shared.values()):
+                check_own_state(self._run.optimizer)
+            taken = self._extras.take(step, groups, contents.plain(), common=common)
         except Exception as error:
             self._abandon(capture)
+            self._absent(step, round)
             self._not_saved(step, error, tiers)
             return
         # Beside the catalog, whose rows other versions read too, and only where there are some.
@@ -312,8 +422,8 @@ class Saver:
         error.__cause__ = cause
         self._not_saved(step, error, capture.tiers)
 
-    def _not_saved(self, step: int, cause: Exception, tiers: Sequence[str] = ()) -> None:
-        """Tell the training, on whichever thread this is found out.
+    def _not_saved(self, step: int, cause: Exception, tiers: Sequence[str] = ()) -> CheckpointError:
+        """Tell the training, on whichever thread this is found out; the error it is told.
 
         ``tiers``: those it was captured for in vain.
         """
@@ -327,6 +437,7 @@ class Saver:
         self._forget(step, tiers)
         self._problem = step, error
         self._failures.add(step, error)
+        return error
 
     def _forget(self, step: int, tiers: Sequence[str]) -> None:
         """It may be tried again, for these tiers; what was captured before for others counts."""
@@ -337,7 +448,7 @@ class Saver:
 
     # -- handing over ------------------------------------------------------------------------
 
-    def _complete(self, capture: Capture, step: int, plan: ShardPlan) -> None:
+    def _complete(self, capture: Capture, step: int, plan: ShardPlan, parts: Parts) -> None:
         """All tensors are copied; called on any thread, so errors wait for the next step."""
         good = capture.error is None
         try:
@@ -349,41 +460,97 @@ class Saver:
             good = False
         if not good:
             self._forget(step, capture.tiers)
+            self._absent(step, capture.round)
             self._pool.give_back(capture.staging.number)
             return
-        self._in_background(lambda: self._hand_over(capture, step, plan))
+        self._in_background(lambda: self._encode(capture, step, plan, parts), self._worker)
         syncs = self._settings.engine == "sync" and capture.mode != "lazy"
         if (syncs or capture.mode == "sharded") and not self._worker.is_current():
             # Then the rank waits until the engine has its shard, or until that is durable; what
             # takes too long is reported there.
             with suppress(DeadlineError):
-                self._worker.drain(self._settings.drain_timeout)
+                self.drain(self._settings.drain_timeout)
 
-    def _in_background(self, job: Callable[[], None]) -> None:
-        """Do what may take long off the training's thread: encoding what is beside tensors."""
-        if not self._worker.is_current():
+    def _in_background(self, job: Callable[[], None], worker: Worker) -> None:
+        """Do what may take long off the training's thread, and what waits for others off copying's.
+
+        That is encoding what is beside tensors, and comparing replicas.
+        """
+        if not worker.is_current():
             try:
-                self._worker.submit(job)
+                worker.submit(job)
                 return
             except UsageError:
                 log.debug("the last checkpoint is handed over by whoever closes")
         job()
 
-    def _hand_over(self, capture: Capture, step: int, plan: ShardPlan) -> None:
-        """Give a complete capture to the engine."""
+    def _encode(self, capture: Capture, step: int, plan: ShardPlan, parts: Parts) -> None:
+        """Complete a capture with what is beside tensors, and send it on its way."""
         assert capture.report is not None
         known = self._stats.of(capture.report.id) if capture.again else None
         report = known or capture.report
         try:
             job = self._job(capture, report, plan)
         except Exception as error:
+            self._absent(step, capture.round)
             self._pool.give_back(capture.staging.number)
             self._not_saved(step, error, capture.tiers)
             return
+        if self._comparison is None:
+            self._hand_over(capture, step, job, report)
+        else:
+            judge = lambda: self._judge(capture, step, job, report, parts)  # noqa: E731
+            self._in_background(judge, self._comparing)
+
+    def _judge(
+        self, capture: Capture, step: int, job: Job, report: SaveReport, parts: Parts
+    ) -> None:
+        """Compare with other ranks; what mixes replicas is not handed over by any of them."""
+        assert self._comparison is not None
+        memory, witness = capture.staging.arena.bytes, capture.witness
+        verdict = self._comparison.compare(job.id, capture.round, parts, memory, witness)
+        self._stats.differences.extend(verdict.differences)
+        if verdict.differences and self._settings.check_replicas == "raise":
+            self._pool.give_back(capture.staging.number)
+            error = ReplicasDiffer(f"step {step} is not saved: {verdict.told}")
+            self._not_saved(step, error, capture.tiers)
+            # Where the training waits for its checkpoint, all ranks know at the end of this step.
+            self._act_at = 0 if capture.mode == "sharded" else verdict.act_at
+            self._withheld_until = max(self._withheld_until, self._act_at)
+            self._failure = self._failure or error
+            return
+        if step <= self._withheld_until:
+            # Its own witnesses saw nothing, but it was computed with a replica known to differ, and
+            # must not replace one from before that.
+            self._pool.give_back(capture.staging.number)
+            why = ReplicasDiffer(f"step {step} is not saved: replicas differed before, see the log")
+            self._not_saved(step, why, capture.tiers)
+            return
+        if verdict.differences:
+            log.warning("step %d is saved all the same: %s", step, verdict.told)
+        # Of two captures of one step, for different tiers, both must have been right.
+        report.compared = verdict.compared and report.compared is not False
+        self._hand_over(capture, step, job, report)
+
+    def _come(self, step: int) -> int:
+        """Ranks have come to save a step; how often they have before."""
+        known, count = self._rounds
+        self._rounds = step, count + 1 if known == step else 0
+        return self._rounds[1]
+
+    def _absent(self, step: int, round: int) -> None:
+        """Other ranks need not wait to compare this step."""
+        comparison, id = self._comparison, CheckpointId(step, self._attempt.name)
+        if comparison is not None:
+            self._in_background(lambda: comparison.absent(id, round), self._comparing)
+
+    def _hand_over(self, capture: Capture, step: int, job: Job, report: SaveReport) -> None:
+        """Give a complete capture to the engine."""
+        known = report is not capture.report
         report.nbytes, report.tiers = job.nbytes, (*report.tiers, *job.tiers)
         report.preparation_seconds = capture.copy_seconds
         report.blocking_seconds = capture.blocking_seconds
-        if known is None:
+        if not known:
             self._stats.saves.append(report)
         try:
             self._engine.submit(job)
@@ -391,7 +558,7 @@ class Saver:
             self._not_saved(step, error, capture.tiers)
             return
         try:
-            if self._on_captured is not None and known is None:
+            if self._on_captured is not None and not known:
                 self._on_captured(report)
         except Exception as error:
             self._failure = self._failure or error
@@ -416,23 +583,6 @@ class Saver:
 
 def _with(packed: Packed, more: Mapping[str, Any]) -> Packed:
     return replace(packed, extras={**packed.extras, **more})
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as plain numbers, also those of numpy and tensors of one element.
-
-    Raises:
-        CheckpointError: one is no number.
-    """
-    found: dict[str, float] = {}
-    for name, value in metrics.items():
-        try:
-            found[str(name)] = value if type(value) in (int, float) else float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"ckpt.metrics[{name!r}] is a {type(value).__name__}, expected a number"
-            ) from error
-    return found
 
 
 def _make_schedule(

@@ -42,6 +42,9 @@ class CheckpointSettings:
     max_failures: int | None = 5
     """Checkpoints in a row that may fail with a warning; from then on the training is told by an
     exception. None: never."""
+    check_replicas: Literal["raise", "warn", "off"] = "raise"
+    """What to do when ranks that must have equal tensors have not: save nothing and raise, or save
+    and warn. ``off``: do not compare. Rank 0's setting counts."""
 
     @property
     def steps(self) -> int | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sapwood.buffers import Arena
-from sapwood.state.contents import Contents, Key, byte_view
+from sapwood.state.contents import Contents, Key, byte_view, ordered_bytes
 from sapwood.state.shards import Piece, Shard
 
 __all__ = ["Batch", "Staging"]
@@ -17,8 +17,11 @@ __all__ = ["Batch", "Staging"]
 class Batch:
     """Some pieces, copied together. The training thread does not need the GIL meanwhile."""
 
-    def __init__(self, contents: Contents, pieces: Sequence[Piece], arena: Arena) -> None:
-        """Prepare the views, so that copying is one call."""
+    def __init__(
+        self, contents: Contents, keys: Sequence[Key], pieces: Sequence[Piece], arena: Arena
+    ) -> None:
+        """Prepare the views, so that copying is one call. ``keys``: also those of other shards."""
+        self.keys = keys
         self.nbytes = sum(piece.nbytes for piece in pieces)
         memory = torch.from_numpy(arena.bytes)
         self._sources: list[Tensor] = []
@@ -41,9 +44,7 @@ class Batch:
         if self._sources:
             torch._foreach_copy_(self._targets, self._sources)
         for tensor, piece, target in self._unordered:
-            ordered = byte_view(tensor.contiguous())
-            assert ordered is not None
-            target.copy_(ordered[piece.start : piece.stop])
+            target.copy_(ordered_bytes(tensor)[piece.start : piece.stop])
 
 
 class Staging:
@@ -76,5 +77,6 @@ class Staging:
         return self._of_buffers
 
     def _batch(self, keys: Iterable[Key]) -> Batch:
+        keys = tuple(keys)
         pieces = [p for key in keys if (p := self._shard.by_key.get(key)) is not None]
-        return Batch(self._contents, pieces, self.arena)
+        return Batch(self._contents, keys, pieces, self.arena)

@@ -33,6 +33,11 @@ class Turns:
             self._step = step
             self._count += 1
 
+    @property
+    def count(self) -> int:
+        """How many were due before the latest; the same on every rank."""
+        return self._count
+
     def tiers(self, *, everywhere: bool = False) -> tuple[str, ...]:
         """Where the latest goes; ``everywhere``: as if it were the turn of every tier."""
         return tuple(s.kind for s in self._specs if everywhere or self._count % s.every == 0)

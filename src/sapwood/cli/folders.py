@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import RunFolderError
+from sapwood.regular import read_regular
 from sapwood.runtime.folder import process_start
 
 __all__ = [
@@ -102,6 +103,8 @@ def find_run(name: str, root: Path, *, need: Need | None = None) -> Path:
     Raises:
         RunFolderError: No run fits, or several do.
     """
+    if not name:  # as of a shell variable that is not set; every id begins with it
+        raise RunFolderError(f"no run is named; give its folder, an id, or {LATEST!r}")
     for place in (Path(name), root / name):
         if (place / "run.toml").exists() or (place / "trace").is_dir():
             return place
@@ -135,8 +138,8 @@ def _latest_key(run: RunInfo) -> tuple[datetime, float]:
 def read_run(folder: Path) -> RunInfo:
     """Read one run folder; whatever is wrong with it becomes the state "damaged"."""
     try:
-        facts = tomllib.loads((folder / "run.toml").read_text())
-        status = json.loads((folder / "status.json").read_text())
+        facts = tomllib.loads(read_regular(folder / "run.toml").decode())
+        status = json.loads(read_regular(folder / "status.json"))
         return _interpret(folder, facts, status)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return RunInfo(id=folder.name, folder=folder, state="damaged", detail=_why(error))

@@ -177,14 +177,15 @@ def _run_ranks(plan: Plan, folder: Path, leave: _Leaving) -> dict[int, ProcessFa
 def _config(plan: Plan, folder: Path) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
+    from sapwood.cli import meeting
+
+    meeting.register()
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=plan.ranks,
         run_id=uuid.uuid4().hex[:12],
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=meeting.BACKEND,
         max_restarts=plan.restarts,
         monitor_interval=0.1,
         log_line_prefix_template="[${rank}] " if plan.prefix else None,

@@ -22,6 +22,7 @@ _VERBS = {
     "trace": "Show where the time of a step went, as text, SVG or a Perfetto file.",
     "ckpt": "List, check, compare, mend, thin out and export checkpoints.",
     "data": "Make, index, check and measure databases of training samples.",
+    "store": "List, compare, check, import and export the models of a repository.",
     "doctor": "Check this machine and this installation, and say what to do about problems.",
     "completion": "Print what makes the Tab key complete commands in bash, zsh or fish.",
     "demo": "Train a small model on two ranks and show what Sapwood saw.",

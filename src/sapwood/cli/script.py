@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from sapwood.clone.order import ENV
 from sapwood.errors import LaunchError
 from sapwood.runtime.folder import STARTED
 
@@ -27,14 +30,27 @@ class Script:
     module: bool = False
 
     def check(self) -> None:
-        """Refuse a file that is not there before any process is started for it.
+        """Refuse a file or module that is not there before any process is started for it.
 
         Raises:
-            LaunchError: There is no such file.
+            LaunchError: There is none, or it is a folder that python cannot run.
         """
-        if not self.module and not Path(self.target).exists():
+        if self.module:
+            if not _is_found(self.target):
+                raise LaunchError(
+                    f"there is no module {self.target!r} in this folder or among what is "
+                    "installed; without -m, give the path of a Python file"
+                )
+            return
+        path = Path(self.target)
+        if not self.target or not path.exists():
             raise LaunchError(
                 f"there is no script {self.target!r} here; give the path of a Python file, "
+                "or -m and the name of a module"
+            )
+        if path.is_dir() and not any(path.glob("__main__.py*")):
+            raise LaunchError(
+                f"{self.target} is a folder without __main__.py; give the path of a Python file, "
                 "or -m and the name of a module"
             )
 
@@ -60,6 +76,7 @@ class Script:
         _show_which_run_begins()
         try:
             self._run()
+            _say_what_was_not_forked()
         except SystemExit as error:
             if on_failure is not None and error.code not in (None, 0):
                 on_failure(error)
@@ -81,12 +98,36 @@ class Script:
             runpy.run_path(self.target, run_name="__main__")
 
 
+def _is_found(module: str) -> bool:
+    """Whether python would find a module; what is inside a package only its import can tell."""
+    top = module.partition(".")[0]
+    before = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return bool(top) and importlib.util.find_spec(top) is not None
+    except ValueError:  # it is loaded here, and does not say from where
+        return True
+    finally:
+        sys.path[:] = before
+
+
 def _write_whole_lines() -> None:
     """Ranks share a terminal or a pipe: a line shows when it ends, and never inside another's."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(line_buffering=True, write_through=False)
+
+
+def _say_what_was_not_forked() -> None:
+    """A script without a Run, started by `sapwood fork`, ends as if all were well."""
+    # Used up by the Run that took the parent's state; a child process may have one of its own.
+    if os.environ.get(ENV) and os.environ.get("RANK", "0") == "0":
+        print(
+            "sapwood: nothing was forked by this process: its script made no sapwood.Run, which "
+            "would have gone on from the parent's state",
+            file=sys.stderr,
+        )
 
 
 def _show_which_run_begins() -> None:

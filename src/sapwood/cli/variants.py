@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from sapwood.cli.process import ending_in_order
 from sapwood.cli.verbs.run import check_ranks, most_ranks
-from sapwood.clone.door import Address, ask
+from sapwood.clone.address import Address
+from sapwood.clone.listener import ask
 from sapwood.clone.order import ENV, ForkOrder
 from sapwood.errors import CloneError, ConfigError
 from sapwood.runtime.launch import detect

@@ -21,6 +21,7 @@ from sapwood.clone.plan import Key, Message
 from sapwood.errors import CloneError
 from sapwood.state.catalog import Catalog
 from sapwood.state.contents import Contents, byte_view, to_torch_dtype
+from sapwood.state.tensors import writable
 from sapwood.tiers.digest import digest_of_row
 
 __all__ = ["Arrival"]
@@ -157,5 +158,6 @@ class Arrival:
             entry = self._catalog.by_key[key]
             value = self.memory[key].view(to_torch_dtype(entry.dtype)).view(entry.shape)
             with torch.no_grad():
+                target, value = writable(target, value)
                 target.copy_(value)
         self._events[key].set()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import platform
 from typing import Any
 
-from sapwood.clone.door import ask
+from sapwood.clone.listener import ask
 from sapwood.clone.manifest import versions
 from sapwood.clone.order import ForkOrder
 from sapwood.clone.places import Places
-from sapwood.clone.session import Session, dial
+from sapwood.clone.remote import RemoteBoard
+from sapwood.clone.session import Session
 from sapwood.errors import CloneError
 from sapwood.runtime.group import Group
 from sapwood.state.catalog import Catalog, differences
@@ -29,6 +29,7 @@ def ask_donors(order: ForkOrder, group: Group, places: Places) -> Session:
         CloneError: the donors refuse, or cannot be reached.
     """
     answer: dict[str, Any] = {}
+    token = ""
     if group.rank == 0:
         request = {
             "versions": versions(),
@@ -40,15 +41,19 @@ def ask_donors(order: ForkOrder, group: Group, places: Places) -> Session:
             "together": order.together,
         }
         try:
+            order.address.check_reach(places.machines)
             answer = ask(order.address, request)
+            token = order.address.token()
         except CloneError as error:
             answer = {"error": str(error)}
     answer = json.loads(group.share_text("answer to a fork", json.dumps(answer)))
     if "error" in answer:
         raise CloneError(answer["error"])
-    near = order.address.node == platform.node()
-    store = dial("127.0.0.1" if near else answer["host"], int(answer["port"]), _ANSWER)
-    return Session(store, answer["session"], timeout=_ANSWER)
+    # The file that holds the token need not be readable on every machine.
+    token = group.share_secret(token)
+    address = order.address
+    board = RemoteBoard(address.nearest, address.port, token, timeout=_ANSWER)
+    return Session(board, answer["session"], timeout=_ANSWER, owns_board=True)
 
 
 def check_model(catalog: Catalog, contents: Contents) -> None:

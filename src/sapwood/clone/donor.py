@@ -1,7 +1,7 @@
 """The donors' side: a run that lets itself be cloned, as often as somebody asks.
 
-Rank 0 answers at the door and tells the other ranks through the group's store; each fork is then
-served by each rank on its own (``serving``). No rank ever waits for another one here.
+Rank 0 listens, and announces each fork on its board; each fork is then served by each rank on its
+own (``serving``). No rank ever waits for another one here.
 """
 
 from __future__ import annotations
@@ -11,49 +11,53 @@ import logging
 import secrets
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any
 
+from sapwood.clone.address import Address
+from sapwood.clone.board import Board
 from sapwood.clone.departure import LEAD, Departure
-from sapwood.clone.door import Door, Request
 from sapwood.clone.extras import CloneExtras
+from sapwood.clone.listener import ForkListener, Request
 from sapwood.clone.manifest import APPROACHES, versions
 from sapwood.clone.places import Places
+from sapwood.clone.remote import BoardAccess, RemoteBoard
 from sapwood.clone.report import ForkReport
 from sapwood.clone.serving import OWNER, Serving
-from sapwood.clone.session import Session, dial
+from sapwood.clone.session import Session, prefix_of
 from sapwood.clone.settings import CloneSettings
-from sapwood.errors import CloneError, SapwoodError
+from sapwood.errors import CloneError, ConfigError
 from sapwood.events import StepEnded, TensorUpdated
+from sapwood.runtime.group import Group
 from sapwood.runtime.handle import RunHandle
-from sapwood.runtime.host import own_host
-from sapwood.runtime.stores import Store, TCPStore
+from sapwood.runtime.host import Hosts, find_hosts, own_address
 
 __all__ = ["Donor"]
 
 log = logging.getLogger(__name__)
-_POLL = 0.5
 _ANSWER = 30.0
+_REMEMBERED = 64
+"""Names of forks that leave together; when there are more, those that have left are forgotten."""
+_CHUNK = 60.0
+"""Seconds of one wait for the next announcement."""
 
 
 class Donor:
     """Serves forks of a run until closed; one on each rank."""
 
     def __init__(self, run: RunHandle, settings: CloneSettings, extras: CloneExtras) -> None:
-        """Open the door; nothing happens until somebody asks."""
+        """Listen; nothing happens until somebody asks."""
         self._run, self._settings, self._extras = run, settings, extras
         self._closed = threading.Event()
         self._sessions: list[Serving] = []
         self._departures: dict[str, Departure] = {}
         self._reports: list[ForkReport] = []
         self._lock = threading.Lock()
-        self._store, self._place = self._share_store()
-        self._places = Places.gather(run.group, run.model)
-        self._prefix = f"clone/{run.group.share_text('clone key', secrets.token_hex(4))}"
+        hosts = _fork_hosts(run.group, settings.host)
+        self._places = Places.of_donors(run.group, run.model, hosts)
         self._asked = 0
-        self._door: Door | None = None
-        if run.group.rank == 0:
-            self._door = Door(run.folder, self._place[0], self._answer)
+        self._listener: ForkListener | None = None
+        self._board = self._open_board(hosts.addresses[0])
         self._subscriptions = [
             run.events.subscribe(TensorUpdated, self._updated, name=OWNER),
             run.events.subscribe(StepEnded, self._step_ended, name=OWNER),
@@ -70,8 +74,6 @@ class Donor:
     def close(self) -> None:
         """End what is under way and let nobody in any more."""
         self._closed.set()
-        if self._door is not None:
-            self._door.close()
         for subscription in self._subscriptions:
             subscription.cancel()
         with self._lock:
@@ -80,6 +82,9 @@ class Donor:
             if not serving.over.is_set():
                 serving.last_words("the run has ended")
             serving.join(5.0)
+        if self._listener is not None:
+            self._listener.close()
+        self._board.close()
         self._thread.join(5.0)
 
     def start_standbys(self) -> int:
@@ -102,7 +107,9 @@ class Donor:
     # -- being asked -------------------------------------------------------------------------
 
     def _answer(self, request: Request) -> dict[str, Any]:
-        """Let a group in, or say why not; on a thread of the door."""
+        """Let a group in, or say why not; on a thread of the listener."""
+        if self._closed.is_set():
+            raise CloneError("it has ended")
         if request.get("op") == "go":
             return {"started": self.start_standbys()}
         if request.get("op") == "give up":
@@ -127,9 +134,8 @@ class Donor:
         with self._lock:
             self._asked += 1
             number = self._asked
-        self._run.group.store.set(f"{self._prefix}/{number}", json.dumps(asked))
-        host, port = self._place
-        return {"session": asked["session"], "run": self._run.id, "host": host, "port": port}
+        self._board.set(_announced(number), json.dumps(asked).encode())
+        return {"session": asked["session"], "run": self._run.id}
 
     def _check_step(self, step: Any) -> int | None:
         if step is None:
@@ -148,52 +154,116 @@ class Donor:
             return Departure(at_step=at_step)
         name, count = together
         with self._lock:
+            if len(self._departures) > _REMEMBERED:
+                self._departures = {n: d for n, d in self._departures.items() if not d.settled}
             return self._departures.setdefault(name, Departure(count=count, at_step=at_step))
 
     def _watch(self) -> None:
         """Serve what rank 0 announces."""
         number = 1
-        store = self._run.group.store
         while not self._closed.is_set():
             try:
-                if not store.wait(f"{self._prefix}/{number}", _POLL):
+                key = _announced(number)
+                if self._board.wait_any([key], _CHUNK) is None:
                     continue
-                self._begin(json.loads(store.get(f"{self._prefix}/{number}")))
-                number += 1
-            except (SapwoodError, RuntimeError) as error:
+                asked = json.loads(self._board.get(key) or b"null")
+            except OSError as error:
                 if not self._closed.is_set():
-                    log.info("no more forks, the group is gone: %s", error)
+                    log.info("no more forks, rank 0 is gone: %s", error)
                 return
+            number += 1
+            if asked is not None:  # else it was over before this rank heard of it
+                self._try_to_begin(key, asked)
 
-    def _begin(self, asked: dict[str, Any]) -> None:
-        session = Session(self._store, asked["session"], timeout=_ANSWER)
+    def _try_to_begin(self, key: str, asked: dict[str, Any]) -> None:
+        """A fork that cannot be served, for want of a thread perhaps, must not be the last one."""
+        session = Session(self._board, asked["session"], timeout=_ANSWER)
+        try:
+            self._begin(key, asked, session)
+        except Exception as error:
+            why = f"rank {self._run.group.rank} cannot serve it: {error}"
+            log.exception("a fork failed, this run goes on: %s", why)
+            report = ForkReport(
+                session=session.name[:8],
+                clones=len(asked["places"]),
+                approach=str(asked["approach"]),
+                failure=why,
+            )
+            with self._lock:
+                self._reports.append(report)
+            self._departure(asked["together"], asked["at_step"]).give_up(why)
+            session.fail(why)
+            self._forget(key, session.name)
+
+    def _begin(self, key: str, asked: dict[str, Any], session: Session) -> None:
         departure = self._departure(asked["together"], asked["at_step"])
         serving = Serving(
-            self._run, self._settings, session, self._places, asked, self._extras, departure
+            self._run,
+            self._settings,
+            session,
+            self._places,
+            asked,
+            self._extras,
+            departure,
+            on_over=lambda: self._forget(key, session.name),
         )
         with self._lock:
             self._reports.append(serving.report)
             self._sessions = [*(s for s in self._sessions if not s.over.is_set()), serving]
 
-    def _share_store(self) -> tuple[Store, tuple[str, int]]:
-        """A store both sides can reach, hosted by rank 0: it outlives no fork and no run."""
-        group = self._run.group
-        host = self._settings.host or own_host()
-        store: Store | None = None
-        text = ""
+    def _forget(self, key: str, session: str) -> None:
+        """A fork is over: rank 0 keeps nothing of it but its last words."""
+        board = self._board
+        if isinstance(board, Board):
+            board.set(key, b"null")  # the key stays: a rank that is late goes on to the next
+            board.end(prefix_of(session))
+
+    def _open_board(self, host: str) -> BoardAccess:
+        """Rank 0's board; it lives as long as this object on rank 0."""
+        group, token = self._run.group, self._run.group.secret("forks")
+        board = Board()
+        place = problem = ""
         if group.rank == 0:
-            hosted = TCPStore(
-                "localhost",  # it listens everywhere nevertheless
-                0,
-                is_master=True,
-                timeout=timedelta(seconds=_ANSWER),
-                wait_for_workers=False,
-            )
-            store, text = hosted, json.dumps([host, hosted.port])
-        place = json.loads(group.share_text("clone store", text))
-        if store is None:
-            store = dial(place[0], place[1], _ANSWER)
-        return store, (place[0], place[1])
+            try:
+                self._listener = ForkListener(
+                    self._run.folder, host=host, token=token, board=board, answer=self._answer
+                )
+                place = self._listener.address.encode()
+            except ConfigError as error:
+                problem = str(error)
+        # Also why there is none: else the others would wait for what does not come.
+        place, problem = json.loads(group.share_text("fork listener", json.dumps([place, problem])))
+        if problem:
+            raise ConfigError(problem)
+        if group.rank == 0:
+            return board
+        address = Address(**json.loads(place))
+        return RemoteBoard(address.nearest, address.port, token, timeout=_ANSWER)
+
+
+def _fork_hosts(group: Group, setting: str) -> Hosts:
+    """Where clones reach each donor: rank 0's setting ``host`` is for its whole machine.
+
+    Raises:
+        ConfigError: on every rank, if an address is not one of its machine.
+    """
+    hosts = find_hosts(group)
+    said = ["", ""]
+    if group.rank == 0 and setting:
+        try:
+            said = [own_address(setting, "host"), ""]
+        except ConfigError as error:
+            said = ["", str(error)]
+    host, problem = json.loads(group.share_text("host of forks", json.dumps(said)))
+    if problem:
+        raise ConfigError(problem)
+    places = zip(hosts.addresses, hosts.machines, strict=True)
+    first = hosts.machines[0]
+    return replace(hosts, addresses=tuple((m == first and host) or a for a, m in places))
+
+
+def _announced(number: int) -> str:
+    return f"asked/{number}"
 
 
 def _together(asked: Any) -> tuple[str, int] | None:

@@ -18,6 +18,7 @@ from sapwood.clone.schedules import OF_SCHEDULES, is_scheduler
 from sapwood.errors import CloneError, ConfigError
 from sapwood.runtime.handle import RunHandle
 from sapwood.state.extras import Extras, Stateful, Taking
+from sapwood.state.optimizers import check_own_state
 from sapwood.state.packed import Packed
 from sapwood.state.tensors import named_parameters
 
@@ -76,12 +77,14 @@ class StepExtras:
     """The extras of one step: made when it ends, completed when the next one begins."""
 
     def __init__(self, extras: CloneExtras, run: RunHandle, step: int, plain: Any) -> None:
-        """Take what changes from now on; ``plain`` is optimizer state that is not tensors.
+        """Take what changes from now on; ``plain`` is the rest of the optimizer's state.
 
         Raises:
             SapwoodError: something does not give its state, or one that cannot be sent.
         """
         self._run = run
+        if not any(s is run.optimizer for s in extras.shared.values()):
+            check_own_state(run.optimizer)
         late, states = extras.late(run)
         self._taking = Taking(
             extras,

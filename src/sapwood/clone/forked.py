@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,9 +31,10 @@ from sapwood.events import StepEnded, Subscription
 from sapwood.runtime.group import Group
 from sapwood.runtime.handle import RunHandle, run_state
 from sapwood.runtime.settings import resolve
-from sapwood.state.apply import GivenState, apply_optimizer
-from sapwood.state.extras import Extras, Stateful, set_random_state
+from sapwood.state.apply import GivenState, apply_groups, apply_optimizer
+from sapwood.state.extras import Extras, Stateful
 from sapwood.state.plain import from_plain
+from sapwood.state.randomness import set_random_state
 from sapwood.state.tensors import named_parameters
 
 __all__ = ["Fork", "join_fork"]
@@ -98,6 +100,8 @@ class Fork:
         self._schedules = False
         """Whether a scheduler is known that sets the learning rates."""
         self._asked: set[str] = set()
+        self._restored = False
+        """Whether the script has asked for the state of its own things."""
         self._first_step: Subscription | None = None
 
     def attach(self, run: RunHandle) -> None:
@@ -112,13 +116,15 @@ class Fork:
         try:
             self._common, self._mine = self._receiver.extras()
             self._check(run)
+            self._take_beside(run)
         except SapwoodError as error:
             self._give_up(error)
             raise
-        if not _compiled(run.model):
+        if self._receiver.streams and not _compiled(run.model):
             self._gate = Gate(run.model, self._receiver.arrival, self.finish, self._timeout)
         else:
-            self.finish()  # a compiled model must not wait in its middle
+            # A compiled model must not wait in its middle, and a file is read at once.
+            self.finish()
         self.set_random()
         order_used(run.id)
         self._first_step = run.events.subscribe(StepEnded, self._first_step_ended, name=OWNER)
@@ -170,11 +176,15 @@ class Fork:
             order_failed()
             raise
 
-    def _become(self, run: RunHandle, state: GivenState) -> None:
-        apply_optimizer(named_parameters(run.model), run.optimizer, state)
+    def _take_beside(self, run: RunHandle) -> None:
+        """Take over what is no tensor, before a loop sets a rate, or a forward pass counts."""
+        apply_groups(run.optimizer, self._common)
         for note in Extras(run_state(run), {}).restore(self._known_here(run), {}):
             log.warning("while forking %s: %s", self.forked_from.run, note)
         apply_overrides(self.forked_from.overrides, run.optimizer, run.schedulers)
+
+    def _become(self, run: RunHandle, state: GivenState) -> None:
+        apply_optimizer(named_parameters(run.model), run.optimizer, state)
 
     def restore(self, shared: Mapping[str, Stateful], own: Mapping[str, Stateful]) -> None:
         """Give things of the script the state the parent's had, and random numbers theirs.
@@ -184,8 +194,11 @@ class Fork:
         """
         by_hand = self._schedulers_among(shared, own)
         self.finish()
-        here = {name: self._common["shared"].get(name) for name in shared}
-        common = {"shared": {name: state for name, state in here.items() if state is not None}}
+        self._restored = True
+        theirs = self._common["shared"]
+        named = {name: theirs[name] for name in shared if name in theirs}
+        # Also what has nobody to go to here: that is said.
+        common = {"shared": {**self._shared_by_script(), **named}}
         for note in Extras(shared, own).restore(common, self._mine):
             log.warning("while forking %s: %s", self.forked_from.run, note)
         if self._factors is not None and self._run is not None:
@@ -239,6 +252,13 @@ class Fork:
                     path,
                     path,
                 )
+        lost = sorted([*self._shared_by_script(), *self._mine.get("own", {})])
+        if lost and not self._restored:
+            log.warning(
+                "the parent's %s came with the fork and went to nothing: the script has not called "
+                "run.allow_clones(shared=..., own=...) with it by the end of its first step",
+                ", ".join(repr(name) for name in lost),
+            )
         if self._factors is not None and not self._schedules and _scheduled(run.optimizer):
             log.warning(
                 "optimizer.lr was changed, but a scheduler was made for this optimizer that this "
@@ -266,6 +286,16 @@ class Fork:
             receiver.abandon(CloneError("it ended before it began"))
         if self._done is not None:
             self._done.join()
+
+    def _shared_by_script(self) -> dict[str, Any]:
+        """What the parent shares beside what is a run's own; schedulers were looked at before."""
+        assert self._run is not None
+        of_run = run_state(self._run)
+        return {
+            name: state
+            for name, state in self._common["shared"].items()
+            if name not in of_run and not re.fullmatch(r"scheduler \d+", name)
+        }
 
     def _known_here(self, run: RunHandle) -> dict[str, Any]:
         """Only what is the run's own: the script's things come with ``allow_clones``."""

@@ -34,7 +34,9 @@ class Manifest:
     donors: int
     clones: int
     hosts: tuple[str, ...]
-    """Of all ends, donors first."""
+    """Of all ends, donors first: under which the others reach them."""
+    machines: tuple[str, ...]
+    """Of all ends."""
     devices: tuple[str, ...]
     """Where each end has the tensors that its link takes."""
     approach: str
@@ -89,7 +91,7 @@ class Manifest:
         """
         try:
             fields = json.loads(text)
-            for name in ("hosts", "devices", "catalog", "schedulers"):
+            for name in ("hosts", "machines", "devices", "catalog", "schedulers"):
                 fields[name] = tuple(fields[name])
             for name in ("buckets", "groups"):
                 fields[name] = tuple(tuple(numbers) for numbers in fields[name])

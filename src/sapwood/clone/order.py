@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sapwood.clone.door import Address
+from sapwood.clone.address import Address
 from sapwood.errors import CloneError, ConfigError
 
 __all__ = [

@@ -24,7 +24,7 @@ from sapwood.clone.arrival import Arrival
 from sapwood.clone.asking import ask_donors, check_model
 from sapwood.clone.beside import SLOT, from_bytes, receive
 from sapwood.clone.checks import size_of_digests, unpack_digests
-from sapwood.clone.filed import read_extras, read_state
+from sapwood.clone.filed import FiledState, read_extras, read_state
 from sapwood.clone.manifest import Manifest
 from sapwood.clone.order import ForkedFrom, ForkOrder
 from sapwood.clone.places import Places
@@ -78,7 +78,8 @@ class Receiver:
         self._fired = threading.Event()
         self._over = False
         try:
-            self._session = session = ask_donors(order, group, Places.gather(group, model))
+            places = Places.of_clones(group, model, order.address.host)
+            self._session = session = ask_donors(order, group, places)
             self._manifest = manifest = self._agree(session)
             self.catalog = Catalog.from_json(manifest.catalog)
             contents = collect(model, optimizer, lambda name: (0,))
@@ -126,6 +127,7 @@ class Receiver:
             me=manifest.donors + self._group.rank,
             donors=manifest.donors,
             hosts=manifest.hosts,
+            machines=manifest.machines,
             timeout=self._settings.join_timeout,
         )
         self._link = link = open_link(
@@ -251,6 +253,11 @@ class Receiver:
             work.wait(timedelta(seconds=self._settings.step_timeout))
             self.arrival.arrived(message, [data])
 
+    @property
+    def streams(self) -> bool:
+        """Whether tensors arrive one by one, before ``finish``."""
+        return self._manifest.approach != "file"
+
     # -- becoming a run ----------------------------------------------------------------------
 
     def finish(self) -> GivenState:
@@ -290,8 +297,9 @@ class Receiver:
 
     def _read_file(self, session: Session) -> None:
         what, timeout = "waiting for the file", self._settings.step_timeout
-        home = session.hear("file", what, timeout)
-        read_state(Path(home), self.catalog, self.arrival.memory)
+        state = FiledState.from_json(session.hear("file", what, timeout))
+        algorithm = self._manifest.algorithm
+        read_state(state, self.catalog, self.arrival.memory, algorithm=algorithm)
         self.arrival.filled()
 
     def _expected(self) -> dict[int, str]:

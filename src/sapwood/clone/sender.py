@@ -7,6 +7,7 @@ in flight cannot be taken back, only waited for, or given up together with the c
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -21,12 +22,13 @@ from sapwood.clone.checks import pack_digests
 from sapwood.clone.plan import ClonePlan, Message
 from sapwood.errors import SapwoodError
 from sapwood.events import Hold, Marker
-from sapwood.state.contents import Contents, byte_view
+from sapwood.state.contents import Contents, ordered_bytes
 from sapwood.tiers.digest import digest_of_row
 from sapwood.transport.base import Link, Transfer
 
 __all__ = ["Sender"]
 
+log = logging.getLogger(__name__)
 WINDOW = 32 * 2**20
 """Bytes in flight at a time, at least one message."""
 
@@ -114,6 +116,10 @@ class Sender:
         found.holds, found.marker = holds, marker
         self._queue.put(found)
 
+    def follow(self, contents: Contents) -> None:
+        """Take what was not updated in this step from these tensors."""
+        self._contents = contents
+
     def copy_aside(self, bucket: int) -> None:
         """Take the bytes now: nothing protects these tensors."""
         found = self._buckets.get(bucket)
@@ -161,9 +167,12 @@ class Sender:
         try:
             self._send_all()
             self.finished.set()
-        except (SapwoodError, RuntimeError, OSError) as error:
+        except Exception as error:
+            # Whatever it is: with nobody told, the fork would never end.
             if not self.failed:
-                self._on_failure(f"sending failed: {error}")
+                if not isinstance(error, (SapwoodError, RuntimeError, OSError)):
+                    log.exception("unforeseen, while sending a state")
+                self._on_failure(f"sending failed: {str(error) or type(error).__name__}")
         finally:
             self._flight.clear()
 
@@ -246,10 +255,7 @@ class Sender:
         views = []
         for part in parcel.messages[0].parts:
             tensor = self._contents.tensors[part.key]
-            view = byte_view(tensor)
-            if view is None:
-                view = byte_view(tensor.contiguous())
-                assert view is not None
+            view = ordered_bytes(tensor)
             views.append(view[part.start : part.stop])
         if len(views) > 1 and not self._link.gathers:
             views = [torch.cat(views)]

@@ -8,22 +8,24 @@ a step ends.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from sapwood.clone.beside import send, to_bytes
 from sapwood.clone.departure import Departure
 from sapwood.clone.extras import CloneExtras, StepExtras
-from sapwood.clone.filed import remove_state, write_extras, write_state
+from sapwood.clone.filed import FiledState, remove_state, sync_state, write_extras, write_in_time
 from sapwood.clone.manifest import Manifest
 from sapwood.clone.places import Places
 from sapwood.clone.plan import ClonePlan
 from sapwood.clone.report import ForkReport
 from sapwood.clone.sender import Sender
-from sapwood.clone.session import Session
+from sapwood.clone.session import BoardGone, Session
 from sapwood.clone.settings import CloneSettings
 from sapwood.clone.terms import make_manifest, owners_of_buckets
 from sapwood.errors import CloneError, SapwoodError
@@ -41,6 +43,12 @@ __all__ = ["Serving"]
 log = logging.getLogger(__name__)
 OWNER = "clone"
 _LOOK = 0.05
+_CHECK = 0.5
+"""Seconds between two looks whether the other side has given up."""
+_SHOWN = 3
+"""Differences between catalogs that a message names."""
+_PARTING = 60.0
+"""Seconds to tell clones that a fork failed; twice what the board may take to answer."""
 
 
 class Serving:
@@ -55,9 +63,14 @@ class Serving:
         asked: Mapping[str, Any],
         extras: CloneExtras,
         departure: Departure,
+        on_over: Callable[[], None],
     ) -> None:
-        """``asked`` is what the clones said: their places and wishes; ``places`` are ours."""
+        """``asked`` is what the clones said: their places and wishes; ``places`` are ours.
+
+        ``on_over`` is called, on a thread of this object, when nothing more is said about the fork.
+        """
         self.departure = departure
+        self._on_over = on_over
         self._run, self._settings, self._session = run, settings, session
         self._extras = extras
         self._asked = asked
@@ -74,6 +87,7 @@ class Serving:
         self._algorithm = DEFAULT_ALGORITHM
         self._told: list[Transfer] = []
         self._sender: Sender | None = None
+        self._filed: FiledState | None = None
         self._waiting: dict[int, set[str]] = {}
         self._holds: dict[int, list[Hold]] = {}
         self._markers: dict[int, Marker | None] = {}
@@ -84,7 +98,7 @@ class Serving:
         if not asked.get("standby"):
             self._go.set()
         self._fire: int | None = None
-        self._may_fire = False
+        self._armed = False
         self._taken: Callable[[], Packed] = Packed
         self._taking: StepExtras | None = None
         self._next_step: Subscription | None = None
@@ -92,6 +106,7 @@ class Serving:
         self._ended = threading.Event()
         self._sent = threading.Event()
         self._lock = threading.Lock()
+        self._parting: threading.Thread | None = None
         self.over = threading.Event()
         """Nothing more is done for this fork."""
         self._thread = threading.Thread(target=self._serve, name="sapwood-clone", daemon=True)
@@ -105,12 +120,8 @@ class Serving:
             return
         try:
             self._step_ended(step)
-        except SapwoodError as error:
-            self.fail(str(error))
         except Exception as error:
-            # Whatever it is, it is the fork's problem, and no reason to end the training.
-            log.exception("unforeseen, while a fork looks at the run")
-            self.fail(f"{type(error).__name__}: {error}")
+            self._fail_with(error)
 
     def _step_ended(self, step: int) -> None:
         if self._fire is None and self.departure.problem:
@@ -122,17 +133,23 @@ class Serving:
             self._looked.set()
         elif self._fire == step:
             self._end(step)
-        elif self._open and self._fire is None:
+        elif self._armed and self._fire is None and not self.departure.far(step):
             self._find_step()
 
     def _find_step(self) -> None:
-        """Rank 0 says some steps ahead which one is sent: by then all have heard it."""
+        """Rank 0 says some steps ahead which one is sent: by then all have heard it.
+
+        The others ask for it at the end of a step, because only then is it sure to be there in
+        time; they do so from ``armed`` on, which is two or three steps before the one that is sent.
+        """
         if self._run.group.rank == 0:
-            if self._may_fire and self.departure.step is not None:
+            if self.departure.step is not None:
                 self._fire = self.departure.step
                 self._session.say("fire", self._fire)
         else:
-            self._fire = self._session.heard("fire")
+            start = time.monotonic()
+            self._fire = self._session.heard("fire", max(self._budget, 0.0))
+            self._waited(time.monotonic() - start)
         if self._fire is not None:
             self.report.step = self._fire
 
@@ -142,11 +159,18 @@ class Serving:
         if event.step != self._fire or sender is None or self.over.is_set():
             return
         hold = event.hold(OWNER)
-        numbers = {self._buckets_of[name] for name in event.names}
-        if len(numbers) > 1:
+        try:
+            self._hold(event, hold)
+        except Exception as error:
+            hold.release()
+            self._fail_with(error)
+
+    def _hold(self, event: TensorUpdated, hold: Hold) -> None:
+        numbers = {self._buckets_of.get(name) for name in event.names}
+        number = numbers.pop()
+        if numbers or number is None:
             hold.release()  # buckets were laid out anew: these wait for the step's end
             return
-        number = numbers.pop()
         hold.assist = lambda: self._hurry(number)
         with self._lock:
             self._waiting[number] -= set(event.names)
@@ -164,14 +188,12 @@ class Serving:
 
     def _end(self, step: int) -> None:
         assert self._contents is not None
-        if not self._contents.current():
-            raise CloneError("the model's tensors were replaced during the step; try again")
+        self._keep_up(self._contents)
         self._begin_extras(step)
         self._ended.set()
         if self.report.approach == "file":
             if self._run.group.rank == 0:
-                path = write_state(self._run.folder, self._session.name, self._contents)
-                self._session.say("file", str(path))
+                self._write_file(self._contents)
             self._sent.set()
             return
         assert self._sender is not None
@@ -185,12 +207,63 @@ class Serving:
         self._sender.complete()
         self._sent.set()
         if self.report.approach == "p2p":
-            self._sender.finished.wait(self._settings.send_timeout)
+            self._wait_for(self._sender)
+
+    def _keep_up(self, before: Contents) -> None:
+        """Send the tensors there are now: modules and optimizers may make new ones in a step.
+
+        Raises:
+            CloneError: they are of other shapes, or some were sent before they were replaced.
+        """
+        if before.current():
+            return
+        holders = tuple(range(self._run.group.world))
+        now = collect(self._run.model, self._run.optimizer, lambda name: holders)
+        if before.catalog != now.catalog:
+            raise CloneError(
+                "the run has other tensors, or of other shapes, than before the forked step, as "
+                "when an optimizer has made its state in it; try again"
+            )
+        replaced = before.replaced(now)
+        if replaced and self.report.approach == "deepclone":
+            file, name = replaced[0]
+            raise CloneError(
+                f"{file} {name} was replaced by another tensor during the forked step, after it "
+                "was sent; if the optimizer does so in every step, fork with --approach lazy"
+            )
+        self._contents = now
+        if self._sender is not None:
+            self._sender.follow(now)
+
+    def _write_file(self, contents: Contents) -> None:
+        start = time.monotonic()
+        try:
+            self._filed = write_in_time(
+                self._run.folder,
+                self._session.name,
+                contents,
+                algorithm=self._algorithm,
+                patience=max(self._budget, 0.0),
+            )
+        finally:
+            self._waited(time.monotonic() - start)
+
+    def _wait_for(self, sender: Sender) -> None:
+        """Block, as p2p does, but only as long as this run's patience: clones choose the approach.
+
+        Half of it is left for the updates that then find buckets which are not sent yet.
+        """
+        start = time.monotonic()
+        deadline = start + max(self._budget, 0.0) / 2
+        while not self.over.is_set() and (left := deadline - time.monotonic()) > 0:
+            if sender.finished.wait(min(left, _LOOK)):
+                break
+        self._waited(time.monotonic() - start)
 
     def _begin_extras(self, step: int) -> None:
         """Take what a step has beside tensors; what the loop changes after it, a little later."""
         assert self._contents is not None
-        self._taking = StepExtras(self._extras, self._run, step, self._contents.plain)
+        self._taking = StepExtras(self._extras, self._run, step, self._contents.plain())
         if self._taking.complete:
             self._complete_extras()
             return
@@ -206,11 +279,8 @@ class Serving:
             return
         try:
             self._taken = taking.take()
-        except SapwoodError as error:
-            self.fail(str(error))
-        except Exception as error:  # the user's own: no reason to end the training
-            log.exception("unforeseen, while a fork looks at the run")
-            self.fail(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            self._fail_with(error)
         self._all_taken.set()
 
     def _hurry(self, number: int) -> None:
@@ -220,17 +290,23 @@ class Serving:
             return
         start = time.monotonic()
         copies = self._settings.late == "copy"
-        goes_on = sender.hurry(number, max(self._budget, 0.0), copies=copies)
-        waited = time.monotonic() - start
-        self._budget -= waited
-        self.report.waited_seconds += waited
-        if not goes_on:
-            self.fail(
-                f"the clones took more than {self._settings.patience:g} s to receive what the next "
-                "step must change"
-            )
+        try:
+            goes_on = sender.hurry(number, max(self._budget, 0.0), copies=copies)
+            self._waited(time.monotonic() - start)
+            if not goes_on:
+                self.fail(
+                    f"the clones took more than {self._settings.patience:g} s to receive what the "
+                    "next step must change"
+                )
+        except Exception as error:
+            self._fail_with(error)
         for hold in self._holds[number]:
             hold.release()
+
+    def _waited(self, seconds: float) -> None:
+        """The training's thread has waited for this fork."""
+        self._budget -= seconds
+        self.report.waited_seconds += seconds
 
     def go(self) -> bool:
         """Clones that stand by shall begin; whether these did."""
@@ -245,18 +321,15 @@ class Serving:
         try:
             self._join()
             self._follow()
-        except SapwoodError as error:
-            self.fail(str(error))
         except Exception as error:
-            log.exception("unforeseen, while serving a fork")
-            self.fail(f"{type(error).__name__}: {error}")
+            self._fail_with(error)
         finally:
             self._close()
 
     def _join(self) -> None:
         session, timeout = self._session, self._settings.join_timeout
         # A run that pauses, for an evaluation, is not one that ended.
-        while not self._looked.wait(0.1):
+        while not self._looked.wait(_CHECK):
             session.check()
         contents = self._contents
         if contents is None or self.over.is_set():
@@ -267,19 +340,21 @@ class Serving:
         text = session.hear("manifest", "waiting for rank 0", timeout)
         manifest = Manifest.decode(text)
         self._algorithm = manifest.algorithm
-        session.until(
-            lambda: session.counted("agreed") >= self._clones, "waiting for the clones", timeout
-        )
+        session.hear_count("agreed", self._clones, "waiting for the clones", timeout)
         for number, names in enumerate(owners_of_buckets(manifest, contents)):
             self._waiting[number] = names
             self._holds[number] = []
             self._buckets_of.update(dict.fromkeys(names, number))
         if manifest.approach != "file":
             self._connect(manifest, contents)
-        self._open = True  # before rank 0 can count on it
         session.count("opened")
         if self._run.group.rank == 0:
             self._wait_for_all(manifest.donors)
+            self._arm(manifest.donors)
+        else:
+            session.hear("armed", "waiting for the clones to begin", math.inf)
+            self._armed = True  # before rank 0 can count on it
+            session.count("looking")
 
     def _connect(self, manifest: Manifest, contents: Contents) -> None:
         rank = self._run.group.rank
@@ -290,6 +365,7 @@ class Serving:
             me=rank,
             donors=manifest.donors,
             hosts=manifest.hosts,
+            machines=manifest.machines,
             timeout=self._settings.join_timeout,
         )
         self._link = open_link(
@@ -308,30 +384,42 @@ class Serving:
 
     def _wait_for_all(self, donors: int) -> None:
         """Until every clone can receive, every donor can send, and clones need not stand by."""
-        session = self._session
-        session.until(
-            lambda: (
-                session.counted("posted") >= self._clones and session.counted("opened") >= donors
-            ),
-            "waiting for the clones to post their receives",
-            self._settings.join_timeout,
-        )
-        while not self._go.wait(0.1):
+        session, timeout = self._session, self._settings.join_timeout
+        what = "waiting for the clones to post their receives"
+        session.hear_count("posted", self._clones, what, timeout)
+        session.hear_count("opened", donors, "waiting for the other donors to connect", timeout)
+        while not self._go.wait(_CHECK):
             session.check()
-        self._may_fire = not self.over.is_set()
-        self.report.ready = self._may_fire
+        self.report.ready = not self.over.is_set()
         self.departure.ready(session.name)
+
+    def _arm(self, donors: int) -> None:
+        """Make all donors look for the step, when all forks that leave together are ready."""
+        session = self._session
+        while not self.departure.all_ready.wait(_CHECK):
+            session.check()
+        if self.over.is_set():
+            return
+        session.say("armed", True)
+        what = "waiting for the other donors to look for the step"
+        session.hear_count("looking", donors - 1, what, self._settings.join_timeout)
+        self._armed = True
+        self.departure.armed(session.name)
 
     def _follow(self) -> None:
         """Wait until all is sent, and see the clones begin."""
         session = self._session
         for event in (self._ended, self._all_taken):
-            while not event.wait(0.1):
+            while not event.wait(_CHECK):
                 session.check()
         if self.over.is_set():
             return
         self._tell_extras()
         self._sent.wait(self._settings.send_timeout)
+        if self._filed is not None:
+            sync_state(self._filed)
+            faults.point("clone.filed")
+            session.say("file", asdict(self._filed))
         sender = self._sender
         if sender is not None:
             while not sender.finished.wait(0.02):
@@ -347,13 +435,16 @@ class Serving:
         Until then a file they read, and a link that has the last bytes, are kept.
         """
         session, deadline = self._session, time.monotonic() + self._settings.step_timeout
-        while not session.heard("ready"):
-            session.check()
-            if time.monotonic() > deadline:
-                self._stop_waiting()
-                return
-            if self.over.wait(_LOOK):
-                return
+        try:
+            while not session.heard("ready"):
+                session.check()
+                if time.monotonic() > deadline:
+                    self._stop_waiting()
+                    return
+                if self.over.wait(_LOOK):
+                    return
+        except BoardGone:
+            return  # rank 0 has ended; the clones need nothing more of us
         self.report.done = True
         log.info("%d clones go their own way from step %d", self._clones, self.report.step)
 
@@ -385,14 +476,23 @@ class Serving:
         timeout = self._settings.send_timeout
         self._told = send(memory, self._link, ends, plan.extras_tag, self._device, timeout)
 
+    def _fail_with(self, error: Exception) -> None:
+        """Whatever it is, it is the fork's problem, and no reason to end the training."""
+        known = isinstance(error, SapwoodError)
+        if not known:
+            log.error("unforeseen, while serving a fork", exc_info=error)
+        self.fail(str(error) if known else f"{type(error).__name__}: {error}")
+
     def fail(self, why: str) -> None:
-        """End the fork; the training goes on."""
+        """End the fork; the training goes on. It takes no time: others are told in the background.
+
+        On any thread, the training's among them.
+        """
         if self.over.is_set():
             return
         self.report.failure = self.report.failure or why
         self.departure.give_up(why)
         log.warning("a fork failed, this run goes on: %s", why)
-        self._session.fail(why)
         self.stop()
 
     def last_words(self, why: str) -> None:
@@ -416,13 +516,10 @@ class Serving:
                 self.report.failure = self.report.failure or self._session.heard("failed") or ""
 
     def stop(self) -> None:
-        """Let everybody go."""
+        """Let everybody go, at once; telling the clones and closing the link is not waited for."""
         self.over.set()
-        self._looked.set()
-        self._go.set()
-        self._ended.set()
-        self._all_taken.set()
-        self._sent.set()
+        for event in (self._looked, self._go, self._ended, self._all_taken, self._sent):
+            event.set()
         if self._next_step is not None:
             self._next_step.cancel()
         if self._sender is not None:
@@ -430,18 +527,39 @@ class Serving:
         for holds in list(self._holds.values()):
             for hold in holds:
                 hold.release()
+        with self._lock:  # until it runs: who finds one that does not would do its work as well
+            if self._parting is None:
+                self._parting = _thread(self._part)
+                with suppress(RuntimeError):  # no more threads: done when this object's own ends
+                    self._parting.start()
+
+    def _part(self) -> None:
+        """Tell the clones if it failed, and close the link, which wakes whoever waits on it."""
+        if self.report.failure:
+            self._session.fail(self.report.failure)
         if self._link is not None:
             self._link.close()
 
     def _close(self) -> None:
         self.stop()
+        if self._parting is not None and self._parting.ident is not None:
+            self._parting.join(_PARTING)
+        else:  # there was no thread to be had
+            self._part()
+        if self._link is not None:
+            self._link.close()  # it may have been opened meanwhile
         if self._sender is not None:
             self._sender.join(5.0)
         self._told = []
         if self.report.approach == "file":
             remove_state(self._run.folder, self._session.name)
         self._session.close()
+        self._on_over()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread."""
+        """Wait for the threads."""
         self._thread.join(timeout)
+
+
+def _thread(work: Callable[[], None]) -> threading.Thread:
+    return threading.Thread(target=work, name="sapwood-clone-close", daemon=True)

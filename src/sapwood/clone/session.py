@@ -1,7 +1,11 @@
-"""What both sides of a fork tell each other while it is under way, through a store they share.
+"""What both sides of a fork tell each other while it is under way, on the board of donor 0.
 
+manifest    what is sent, and how
+agreed      clones that have the same model
 posted      clones that are ready to receive
 opened      donors that are ready to send
+armed       all are ready: donors look for the step from now on
+looking     donors that do
 fire        the step whose state is sent
 extras/n    the file with what donor n has beside tensors, in a fork through files
 ready       all clones have begun
@@ -13,81 +17,62 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from sapwood.errors import CloneError, DeadlineError
-from sapwood.runtime.bounded import BoundedStore
-from sapwood.runtime.stores import PrefixStore, Store, TCPStore
+from sapwood.clone.boardstore import BoardStore
+from sapwood.clone.remote import BoardAccess
+from sapwood.errors import CloneError
 
-__all__ = ["Session", "dial"]
+__all__ = ["BoardGone", "Session", "prefix_of"]
 
-_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
-_LONGEST = 7 * 2**20
-"""At 8 MiB torch's store drops the connection, and with it all forks of the run to come."""
+T = TypeVar("T")
+_CHUNK = 20.0
+"""Seconds of one wait on the server's side."""
 
 
-def dial(host: str, port: int, timeout: float) -> Store:
-    """Reach the store that donor 0 hosts.
+class BoardGone(CloneError):
+    """Rank 0 of the donors, which keeps the board, cannot be reached."""
 
-    Raises:
-        CloneError: nobody answers there.
-    """
-    try:
-        return TCPStore(
-            host,
-            port,
-            is_master=False,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-        )
-    except RuntimeError as error:
-        first = str(error).partition("\n")[0]
-        raise CloneError(f"cannot reach the donors' store at {host}:{port}: {first}") from error
+
+def prefix_of(name: str) -> str:
+    """Where a fork's keys are."""
+    return f"fork/{name}/"
 
 
 class Session:
     """One side's view of one fork; every call ends in time."""
 
-    def __init__(self, store: Store, name: str, *, timeout: float) -> None:
-        """``name`` is secret: who knows it takes part."""
+    def __init__(
+        self, board: BoardAccess, name: str, *, timeout: float, owns_board: bool = False
+    ) -> None:
+        """``timeout``: seconds for the board's answer; ``owns_board``: close it at the end."""
         self.name = name
-        self.raw = PrefixStore(f"clone/{name}", store)
-        self.store = BoundedStore(self.raw, timeout)
-        self._timeout = timeout
+        self.raw = BoardStore(board, prefix_of(name), timeout=timeout)
+        self._board, self._prefix, self._owns = board, prefix_of(name), owns_board
 
     def count(self, key: str) -> int:
         """Say that this side has come so far; how many have."""
-        return int(self._try(lambda: self.store.add(key, 1)))
-
-    def counted(self, key: str) -> int:
-        """How many have come so far."""
-        return int(self._try(lambda: self.store.add(key, 0)))
+        return self._try(lambda: self._board.add(self._prefix + key, 1))
 
     def say(self, key: str, value: Any) -> None:
         """Leave a plain value.
 
         Raises:
-            CloneError: the store is gone, or would break off at a value of this size.
+            BoardGone: it could not be left.
         """
-        text = json.dumps(value)
-        if len(text) > _LONGEST:
-            raise CloneError(
-                f"{key} has {len(text)} bytes, the store of a fork takes at most {_LONGEST}"
-            )
-        self._try(lambda: self.store.set(key, text))
+        self._try(lambda: self._board.set(self._prefix + key, json.dumps(value).encode()))
 
-    def heard(self, key: str) -> Any:
-        """What was left, or None."""
-        if not self._try(lambda: self.store.has(key)):
-            return None
-        return json.loads(self._try(lambda: self.store.get(key)))
+    def heard(self, key: str, timeout: float | None = None) -> Any:
+        """What was left, or None; ``timeout``: seconds for the answer, if not the usual."""
+        value = self._try(lambda: self._board.get(self._prefix + key, timeout))
+        return None if value is None else json.loads(value)
 
     def fail(self, why: str) -> None:
         """Nobody shall begin; the first reason counts."""
         try:
-            self.store.compare_set("failed", "", json.dumps(why), timeout=1.0)
-        except (DeadlineError, RuntimeError):
+            self._board.compare_set(self._prefix + "failed", b"", json.dumps(why).encode())
+        except OSError:
             return  # they are gone, and need no word
 
     def check(self) -> None:
@@ -100,39 +85,42 @@ class Session:
         if why is not None:
             raise CloneError(str(why))
 
-    def until(self, test: Callable[[], Any], what: str, timeout: float) -> Any:
-        """Wait until ``test`` gives something.
-
-        Raises:
-            CloneError: the fork failed meanwhile, or it took longer than ``timeout`` seconds.
-        """
-        deadline = time.monotonic() + timeout
-        pause = _FIRST_PAUSE
-        while not (found := test()):
-            self.check()
-            if time.monotonic() > deadline:
-                raise CloneError(f"{what}: nothing for {timeout:g} s")
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LAST_PAUSE)
-        return found
-
     def hear(self, key: str, what: str, timeout: float) -> Any:
         """Wait until a value is left.
 
         Raises:
             CloneError: the fork failed meanwhile, or it took longer than ``timeout`` seconds.
         """
-        return self.until(lambda: self.heard(key), what, timeout)
+        self._wait(key, None, what, timeout)
+        return self.heard(key)
+
+    def hear_count(self, key: str, count: int, what: str, timeout: float) -> None:
+        """Wait until so many have come so far.
+
+        Raises:
+            CloneError: the fork failed meanwhile, or it took longer than ``timeout`` seconds.
+        """
+        if count > 0:
+            self._wait(key, count, what, timeout)
 
     def close(self) -> None:
         """Ask no more."""
-        self.store.close()
+        if self._owns:
+            self._board.close()
 
-    def _try(self, act: Callable[[], Any]) -> Any:
+    def _wait(self, key: str, at_least: int | None, what: str, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        keys = [self._prefix + key, self._prefix + "failed"]
+        while (left := deadline - time.monotonic()) > 0:
+            found = self._try(partial(self._board.wait_any, keys, min(left, _CHUNK), at_least))
+            if found == keys[0]:
+                return
+            if found is not None:
+                self.check()
+        raise CloneError(f"{what}: nothing for {timeout:g} s")
+
+    def _try(self, act: Callable[[], T]) -> T:
         try:
             return act()
-        except DeadlineError as error:
-            raise CloneError(f"the other side has not answered for {self._timeout:g} s") from error
-        except RuntimeError as error:
-            first = str(error).partition("\n")[0]
-            raise CloneError(f"the donors' store is gone: {first}") from error
+        except OSError as error:
+            raise BoardGone(f"the run to be cloned is gone, or does not answer: {error}") from error

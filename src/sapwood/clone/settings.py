@@ -31,7 +31,8 @@ class CloneSettings:
     step_timeout: float = 600.0
     """Seconds a clone waits for the donors' step, and for what they send."""
     host: str = ""
-    """The name or address under which clones reach rank 0; found by itself if empty."""
+    """The address, name or interface of rank 0's machine under which clones reach it; found by
+    itself if empty."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""

@@ -26,7 +26,7 @@ def make_manifest(
     buckets = [tuple(place[key] for key in bucket) for bucket in _buckets(run, contents)]
     groups = group_members(run.model, run.optimizer)
     approach = str(asked["approach"])
-    transport = resolve(str(asked["transport"]), places.hosts, places.devices)
+    transport = resolve(str(asked["transport"]), places.machines, places.devices)
     relay = approach in ("deepclone", "lazy") and transport not in ("memory", "nccl")
     # Only a donor's own link knows other memory than the CPU's.
     on_cpu = relay or approach == "file"
@@ -36,6 +36,7 @@ def make_manifest(
         donors=run.group.world,
         clones=len(places.hosts) - run.group.world,
         hosts=places.hosts,
+        machines=places.machines,
         devices=("cpu",) * len(places.hosts) if on_cpu else places.devices,
         approach=approach,
         transport=transport,

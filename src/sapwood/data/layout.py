@@ -21,8 +21,8 @@ BRANCH, LEAF, OVERFLOW, META, FIXED = 1, 2, 4, 8, 0x20
 """Flags of pages; a leaf of ``FIXED`` size values has no nodes."""
 BIG, SUB, DUP = 1, 2, 4
 """Flags of nodes: the value has pages of its own, is a database, or stands for several values."""
-DUPSORT, DUPFIXED = 4, 0x10
-"""Flags of databases."""
+DUPSORT = 4
+"""A flag of databases: a key may have several values."""
 MAX_DEPTH = 32
 _FURTHEST = 2**32
 """No meta page is this many transactions behind: nobody commits as often between two syncs, and a

@@ -23,8 +23,9 @@ from sapwood.data.index import Index, build_index
 from sapwood.data.lock import alone
 from sapwood.data.pagefile import Fingerprint, data_file, open_pages
 from sapwood.errors import ConfigError, DataError, SapwoodError
+from sapwood.regular import open_regular
+from sapwood.storage.files import Files, draft_of
 from sapwood.tiers.digest import DEFAULT_ALGORITHM, digest, matches, seal, unseal
-from sapwood.tiers.files import Files, draft_of
 
 __all__ = ["index_file", "load_index", "open_index", "save_index"]
 
@@ -125,6 +126,8 @@ def save_index(index: Index, file: str | os.PathLike[str]) -> None:
     """
     require_instance("index", index, Index)
     target, files = Path(require_path("file", file)), Files()
+    if target.is_dir():
+        raise DataError(f"{target} is a folder; give the name of a file in it")
     arrays = {
         name: np.ascontiguousarray(getattr(index, name), dtype) for name, dtype in _ARRAYS.items()
     }
@@ -179,7 +182,7 @@ def load_index(
 
 def _map(kept: Path) -> memoryview:
     try:
-        with kept.open("rb") as opened:
+        with os.fdopen(open_regular(kept), "rb") as opened:
             if os.fstat(opened.fileno()).st_size <= _COPIED:
                 return memoryview(opened.read())
             return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))

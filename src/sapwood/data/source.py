@@ -15,6 +15,7 @@ from sapwood.data.index import Index
 from sapwood.data.layout import META_BYTES
 from sapwood.data.pagefile import PageFile
 from sapwood.errors import DataError
+from sapwood.regular import open_regular
 
 __all__ = ["ALIGN", "FileMap", "Source"]
 
@@ -89,7 +90,7 @@ class Source:
         self._maps = FileMap() if maps is None else maps
         self._memory: Bytes | None = None
         try:
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = open_regular(self.path)
         except OSError as error:
             raise DataError(f"{self.path}: cannot be opened: {error}") from error
         try:

@@ -42,9 +42,9 @@ class BoundedStore:
         self._lock = threading.Lock()
         self._closed = False
 
-    def set(self, key: str, text: str) -> None:
+    def set(self, key: str, text: str, *, timeout: float | None = None) -> None:
         """Write ``text``."""
-        self._call(lambda: self._store.set(key, text))
+        self._call(lambda: self._store.set(key, text), timeout)
 
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
         """Read what is there; ask ``has`` first."""
@@ -59,9 +59,9 @@ class BoundedStore:
         """Whether ``key`` was written."""
         return self._call(lambda: bool(self._store.check([key])), timeout)
 
-    def delete(self, key: str) -> bool:
+    def delete(self, key: str, *, timeout: float | None = None) -> bool:
         """Forget ``key``; whether it was there."""
-        return self._call(lambda: bool(self._store.delete_key(key)))
+        return self._call(lambda: bool(self._store.delete_key(key)), timeout)
 
     def compare_set(
         self, key: str, expected: str, text: str, *, timeout: float | None = None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import RunFolderError
+from sapwood.regular import read_regular
 from sapwood.runtime.textfile import replace_text
 
 __all__ = ["STARTED", "RunFolder", "new_run_id", "process_start"]
@@ -105,7 +106,8 @@ class RunFolder:
     def _stopped(self) -> bool:
         """Whether the run in this folder was asked to stop: a restart with its id is meant."""
         try:
-            return bool(json.loads((self.path / "status.json").read_text())["state"] == "stopped")
+            status = json.loads(read_regular(self.path / "status.json"))
+            return bool(status["state"] == "stopped")
         except (OSError, ValueError, TypeError, KeyError):
             return False
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,9 +19,10 @@ from torch import Tensor
 from sapwood.errors import DeadlineError, LaunchError, MismatchError, PeerFailed, SapwoodError
 from sapwood.runtime.bounded import BoundedStore
 from sapwood.runtime.failure import FailureBoard
+from sapwood.runtime.host import Hosts
 from sapwood.runtime.launch import Launch, detect
 from sapwood.runtime.links import Links
-from sapwood.runtime.rendezvous import meet
+from sapwood.runtime.rendezvous import host_of, meet
 from sapwood.runtime.stores import HashStore, PrefixStore, Store
 
 __all__ = ["Group", "Pending"]
@@ -30,6 +33,7 @@ _POLL = 1.0
 _GRACE = 1.0
 # How long rank 0 keeps the store open for ranks that end later.
 _FAREWELL = 30.0
+_SECRET_BYTES = 256
 
 _made = 0
 
@@ -84,12 +88,17 @@ class Group:
         self.timeout = timeout
         self.store = BoundedStore(store, timeout)
         self.board = FailureBoard(self.store, launch.rank)
+        self.meeting = host_of(store)
+        """The host where the ranks met; empty for a store without a network."""
+        self.hosts: Hosts | None = None
+        """Where each rank is reached; see ``host.find_hosts``."""
         self.process_group: dist.ProcessGroup | None = None
         self._owns_world = False
         self._subgroups: list[dist.ProcessGroup] = []
         self._links = Links()
         self._verdict: PeerFailed | None = None
         self._rounds = 0
+        self._key = secrets.token_bytes(32)
         self.step = 0
         """The step this rank is in: whoever left earlier is missed."""
 
@@ -120,6 +129,11 @@ class Group:
             problem = group.explain("forming the group", error)
             group.close()
             raise problem from error
+        try:
+            group._key = bytes.fromhex(group.share_secret(group._key.hex()))
+        except BaseException:
+            group.close()
+            raise
         group.board.watch_uncaught()
         return group
 
@@ -171,6 +185,26 @@ class Group:
         if self.rank == 0:
             self._ask(what, lambda: self.store.set(place, text))
         return self._get(place, what).decode()
+
+    def secret(self, purpose: str) -> str:
+        """A secret of this group's ranks, a different one for each purpose; nothing is sent."""
+        return hmac.new(self._key, purpose.encode(), "sha256").hexdigest()[:32]
+
+    def share_secret(self, text: str) -> str:
+        """Rank 0's ``text``, on every rank, by the connections among the ranks.
+
+        torch's store asks nobody who they are: whoever reaches its port reads all of it. It is a
+        collective, so no other may be under way.
+        """
+        if self.world == 1:
+            return text
+        encoded = text.encode()
+        if len(encoded) >= _SECRET_BYTES:
+            raise ValueError(f"a secret of {len(encoded)} bytes, at most {_SECRET_BYTES - 1}")
+        padded = list(encoded.ljust(_SECRET_BYTES, b"\0"))
+        data = torch.tensor(padded, dtype=torch.uint8, device=self.device)
+        self.broadcast(data, "sharing a secret").wait()
+        return bytes(data.cpu().numpy()).rstrip(b"\0").decode()
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank, on every rank; through rank 0, so that it scales."""

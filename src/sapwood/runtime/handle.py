@@ -9,12 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sapwood.errors import ConfigError
 from sapwood.events import EventBus
 from sapwood.runtime.group import Group
-from sapwood.state.extras import Stateful
+from sapwood.state.extras import Stateful, things_by_name
+from sapwood.state.modules import EXTRA_STATE, ExtraState
 from sapwood.trace import Tracer
 
-__all__ = ["Parent", "RunHandle", "run_state"]
+__all__ = ["Parent", "RunHandle", "run_state", "with_run_state"]
 
 
 class Parent(Protocol):
@@ -104,6 +106,11 @@ class RunHandle(Protocol):
         """Names per bucket; empty before the first backward."""
         ...
 
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether every rank gets rank 0's buffers when a step ends."""
+        ...
+
     def tensors(self) -> Mapping[str, Tensor]:
         """Parameters and buffers by name."""
         ...
@@ -129,6 +136,23 @@ def run_state(run: RunHandle) -> dict[str, Stateful]:
     """What belongs to a run beside its optimizer, by name: schedulers, a gradient scaler, ..."""
     named: dict[str, Stateful] = {f"scheduler {n}": s for n, s in enumerate(run.schedulers)}
     named["bucket sizes"] = run.tuner
+    if extra := ExtraState(run.model):
+        named[EXTRA_STATE] = extra
     if run.scaler is not None:
         named["scaler"] = run.scaler
     return named
+
+
+def with_run_state(run: RunHandle, shared: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
+    """What belongs to a run, and what a script shares, in one.
+
+    Raises:
+        ConfigError: one cannot be saved, or has the name of another, which would be lost.
+    """
+    of_run, given = run_state(run), things_by_name("shared", shared)
+    for name, thing in given.items():
+        if of_run.get(name, thing) is not thing:
+            raise ConfigError(
+                f"shared has a {name!r}, which is what the run's own is called; use another name"
+            )
+    return {**of_run, **given}

@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["Links"]
+__all__ = ["Links", "twin"]
 
 T = TypeVar("T")
 
@@ -36,11 +36,25 @@ class Links:
         """Shut them down. Descriptors stay open: they are their owner's to close."""
         for fd, name in self._inodes.items():
             # Their owner's threads close them meanwhile, and the numbers may be used again.
-            with suppress(OSError), closing(socket.socket(fileno=os.dup(fd))) as link:
+            with suppress(OSError), closing(twin(fd)) as link:
                 same = _target(Path(f"/proc/self/fd/{link.fileno()}")) == name
                 if same and _is_connection(link):
                     link.shutdown(socket.SHUT_RDWR)
         self._inodes = {}
+
+
+def twin(fd: int) -> socket.socket:
+    """A socket of its own on what a descriptor refers to.
+
+    Raises:
+        OSError: that is no socket; nothing is left open.
+    """
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # meanwhile another thread has closed it, and opened something else
+        os.close(copy)
+        raise
 
 
 def _is_connection(link: socket.socket) -> bool:

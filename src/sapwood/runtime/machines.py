@@ -13,21 +13,19 @@ import hmac
 import json
 import logging
 import os
-import secrets
 import selectors
 import socket
 import struct
 import time
-import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 from sapwood.errors import DeadlineError, SapwoodError
 from sapwood.runtime.group import Group
+from sapwood.runtime.host import machine_key
 from sapwood.runtime.peer import peer_process
 
 __all__ = ["Links", "Machines", "find_machines"]
@@ -123,12 +121,12 @@ def find_machines(group: Group) -> tuple[Machines, Links, str]:
     """
     if group.world == 1:
         return Machines.apart(1), Links({}), ""
-    token = group.share_text("machine token", secrets.token_hex(16))
+    token = group.secret("machines")
     links = Links({})
     try:
         with ExitStack() as opened:
             listener, problem = _try_to_listen(token, group.rank, opened)
-            said = group.gather_text("machine", json.dumps([_machine(), problem]))
+            said = group.gather_text("machine", json.dumps([machine_key(), problem]))
             machines = Machines.of([json.loads(text)[0] for text in said])
             # Known before anybody connects: nobody waits for a rank that does not listen.
             problems = _of_neighbours(machines, [json.loads(text)[1] for text in said])
@@ -168,16 +166,6 @@ def _link_all(
     except (OSError, SapwoodError) as error:
         problem = f"rank {group.rank}: {error}"
     return [p for p in group.gather_text("links inside machines", problem) if p]
-
-
-def _machine() -> str:
-    """What ranks of one machine have in common; the links then prove it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/net").stat().st_ino
-    except OSError:
-        return uuid.uuid4().hex
-    return f"{boot}:{namespace}"
 
 
 def _name(token: str, rank: int) -> str:
@@ -239,11 +227,12 @@ def _accepted(
         while missing:
             for key, _ in selector.select(_left(deadline)):
                 if key.fileobj is listener:
-                    with suppress(OSError):
-                        link = strangers.enter_context(listener.accept()[0])
+                    with suppress(OSError), ExitStack() as stranger:
+                        link = stranger.enter_context(listener.accept()[0])
                         _check_user(link)
                         link.setblocking(False)
                         selector.register(link, selectors.EVENT_READ)
+                        strangers.push(stranger.pop_all())
                     continue
                 link = cast(socket.socket, key.fileobj)
                 selector.unregister(link)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import tempfile
@@ -13,13 +14,12 @@ from pathlib import Path
 from sapwood.errors import LaunchError
 from sapwood.runtime.folder import process_start
 from sapwood.runtime.launch import MPI_MARKS, Launch
-from sapwood.runtime.stores import Store, TCPStore
+from sapwood.runtime.mpimeeting import Exchange, agree_on_host
+from sapwood.runtime.stores import PrefixStore, Store, TCPStore
 
-__all__ = ["meet"]
+__all__ = ["host_of", "meet"]
 
 _POLL = 0.02
-# A host's name has up to 253 characters, a port 5.
-_PLACE_BYTES = 512
 
 _met: dict[Launch, Store] = {}
 
@@ -37,6 +37,14 @@ def meet(launch: Launch, timeout: float) -> Store:
     return store
 
 
+def host_of(store: Store) -> str:
+    """The host of a TCP store, also of one that torch or a launcher made; empty for another."""
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    return inner.host if isinstance(inner, TCPStore) else ""
+
+
 def _meet(launch: Launch, timeout: float) -> Store:
     if launch.address is not None and launch.port is not None:
         return _tcp(launch, launch.address, launch.port, timeout)
@@ -49,14 +57,16 @@ def _tcp(launch: Launch, host: str, port: int, timeout: float) -> TCPStore:
     # torchrun's agent hosts the store itself and says so; then nobody else may.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = launch.rank == 0 and not agent
+    listener = _listener(host, port) if hosts else None
     try:
         return TCPStore(
             host,
-            port,
+            port if listener is None else listener.getsockname()[1],
             world_size=launch.world,
             is_master=hosts,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
     except RuntimeError as error:
         what = "host the group's store" if hosts else "reach the group's store"
@@ -65,6 +75,20 @@ def _tcp(launch: Launch, host: str, port: int, timeout: float) -> TCPStore:
             f"({_first_line(error)}); set MASTER_ADDR to a host all ranks can reach, and "
             "MASTER_PORT to a port that is free there, the same on every rank"
         ) from error
+
+
+def _listener(host: str, port: int) -> socket.socket | None:
+    """A listener on the address itself: torch's own is open on every interface, to everybody.
+
+    Only for an address: a name may have another one here (127.0.1.1) than on other machines. None
+    leaves it to torch, which can say best why it does not work.
+    """
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        return socket.create_server((str(address), port), family=family, backlog=1024)
+    except (ValueError, OSError):
+        return None
 
 
 def _by_file(launch: Launch, timeout: float) -> Store:
@@ -170,23 +194,11 @@ def _by_mpi(launch: Launch, timeout: float) -> Store:
             f"{world.Get_rank()} of {world.Get_size()}: it uses another MPI than {launch.launcher};"
             " build mpi4py for this MPI, or set MASTER_ADDR and MASTER_PORT"
         )
-    place = bytearray(_PLACE_BYTES)
-    store: TCPStore | None = None
-    if launch.rank == 0:
-        store = _tcp(launch, socket.getfqdn(), 0, timeout)
-        text = f"{socket.getfqdn()}:{store.port}".encode()
-        place[: len(text)] = text
-    sent = world.Ibcast(place, root=0)
-    deadline = time.monotonic() + timeout
-    while not sent.Test():
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"rank {launch.rank} of {launch.world} did not hear from all ranks in {timeout:g} "
-                "s; look for a rank that ended early, or raise timeout="
-            )
-        time.sleep(_POLL)
-    host, _, port = bytes(place).rstrip(b"\0").decode().rpartition(":")
-    return store or _tcp(launch, host, int(port), timeout)
+    exchange = Exchange(world, launch, timeout)
+    host = agree_on_host(exchange, launch.rank)
+    store = _tcp(launch, host, 0, timeout) if launch.rank == 0 else None
+    port = int(exchange.share(0 if store is None else store.port))
+    return store or _tcp(launch, host, port, timeout)
 
 
 def _first_line(error: Exception) -> str:

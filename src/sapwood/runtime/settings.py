@@ -41,8 +41,18 @@ SECTIONS = ("run", "sync", "checkpoint", "clone")
 VARIABLES = frozenset(
     f"SAPWOOD_{name}"
     for name in (
-        *("CONFIG", "DEBUG", "FAULTS", "FORK", "HOST", "LAUNCHER_PID", "LAUNCH_NOTES", "LOCAL"),
-        *("MOONCAKE_DEVICE", "MOONCAKE_PROTOCOL", "NODE", "SOCKET_IFNAME"),
+        *(
+            "BIND",
+            "CONFIG",
+            "DEBUG",
+            "FAULTS",
+            "FORK",
+            "HOST",
+            "LAUNCHER_PID",
+            "LAUNCH_NOTES",
+            "LOCAL",
+        ),
+        *("MOONCAKE_DEVICE", "MOONCAKE_PROTOCOL", "NODE", "SOCKET_IFNAME", "STORE"),
     )
 )
 """Variables of ours that are not settings."""

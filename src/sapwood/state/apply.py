@@ -7,7 +7,7 @@ optimizer's tensors on their devices. What is left is ``Change.apply``, which co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,20 @@ from torch import Tensor, nn
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog, differences
 from sapwood.state.contents import collect, to_torch_dtype
+from sapwood.state.optimizers import COMMON, set_common_state
 from sapwood.state.packed import MARK
 from sapwood.state.plain import from_plain
-from sapwood.state.tensors import named_parameters
+from sapwood.state.tensors import named_parameters, writable
 
-__all__ = ["Change", "GivenState", "apply_optimizer", "as_tensor", "check", "prepare"]
+__all__ = [
+    "Change",
+    "GivenState",
+    "apply_groups",
+    "apply_optimizer",
+    "as_tensor",
+    "check",
+    "prepare",
+]
 
 OPTIMIZER_CLASS = "optimizer_class"
 """Under this name, the extras say which optimizer saved them."""
@@ -51,8 +60,10 @@ class Change:
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     """The optimizer's parameter groups, and the settings each gets."""
     optimizer: torch.optim.Optimizer | None = None
-    states: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    states: dict[nn.Parameter, dict[Any, Any]] = field(default_factory=dict)
     """What the optimizer knows of each parameter; empty: nothing."""
+    common: dict[Any, Any] = field(default_factory=dict)
+    """What it knows beside that."""
 
     def apply(self) -> None:
         """Change the run; the optimizer's state may then be the given memory itself."""
@@ -70,6 +81,7 @@ class Change:
             here = self.optimizer.state[parameter]
             here.clear()
             here.update(values)
+        set_common_state(self.optimizer, self.common)
 
 
 def check(
@@ -121,10 +133,17 @@ def prepare(
 def apply_optimizer(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, given: GivenState
 ) -> None:
-    """Give an optimizer its part of a state."""
+    """Give an optimizer what it knows of its parameters; see ``apply_groups`` for the rest."""
     change = Change()
     _prepare_optimizer(change, parameters, optimizer, given)
+    change.groups = []
     change.apply()
+
+
+def apply_groups(optimizer: torch.optim.Optimizer, common: Mapping[str, Any]) -> None:
+    """Give an optimizer's parameter groups the settings of a state."""
+    for group, settings in zip(optimizer.param_groups, _settings(optimizer, common), strict=True):
+        group.update(settings)
 
 
 def as_tensor(state: GivenState, key: tuple[str, str]) -> Tensor:
@@ -138,14 +157,8 @@ def as_tensor(state: GivenState, key: tuple[str, str]) -> Tensor:
 
 
 def _fitted(name: str, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What to copy where: an expanded tensor has memory for one of the elements that share it.
-
-    torch refuses to write to the others, though what is written would be the same.
-    """
-    target, first = tensor, value
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            target, first = target.narrow(dim, 0, 1), first.narrow(dim, 0, 1)
+    """What to copy where, if the run's tensor can hold all of the value."""
+    target, first = writable(tensor, value)
     if target is not tensor and not _same_bytes(first.expand_as(value), value):
         raise CheckpointError(
             f"model {name} is expanded here, so that many of its elements share memory, and the "
@@ -198,8 +211,8 @@ def _settings(optimizer: torch.optim.Optimizer, common: Mapping[str, Any]) -> li
         ) from error
 
 
-def _plain_states(common: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Optimizer state that is not tensors, by parameter."""
+def _plain_states(common: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+    """Optimizer state that is not named tensors, by parameter."""
     try:
         return {str(name): dict(v) for name, v in from_plain(common["optimizer"]).items()}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -218,13 +231,14 @@ def _prepare_optimizer(
     settings = _settings(optimizer, given.common)
     change.optimizer = optimizer
     change.groups = list(zip(optimizer.param_groups, settings, strict=True))
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, dict[Any, Any]] = {}
     for file, name in given.catalog.by_key:
         if file == "optimizer":
-            owner, _, part = name.rpartition("/")
+            owner, part = _parted(name, parameters)
             state.setdefault(owner, {})[part] = as_tensor(given, (file, name))
     for owner, values in _plain_states(given.common).items():
         state.setdefault(owner, {}).update(values)
+    change.common = state.pop(COMMON, {})
     clocks_on_device = {
         id(p): any(new.get(name, group.get(name)) for name in ("capturable", "fused"))
         for group, new in change.groups
@@ -236,6 +250,16 @@ def _prepare_optimizer(
             part: _placed(value, parameter) if part != "step" or on_device else value
             for part, value in state.get(name, {}).items()
         }
+
+
+def _parted(name: str, parameters: Collection[str]) -> tuple[str, str]:
+    """A parameter's name and the optimizer's own, which in older checkpoints may have slashes."""
+    at = name.rfind("/")
+    while at > 0 and name[:at] not in parameters:
+        at = name.rfind("/", 0, at)
+    if at <= 0:
+        at = name.rfind("/")
+    return name[:at], name[at + 1 :]
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:

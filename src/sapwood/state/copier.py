@@ -42,11 +42,17 @@ class _Key(NamedTuple):
 class Copier:
     """Copies values as they are now: later changes to what was copied do not reach the copy."""
 
-    def __init__(self, *, copies: bool = True) -> None:
-        """With ``copies=False`` it only looks whether values could be copied."""
+    def __init__(
+        self, *, copies: bool = True, keep: Callable[[Tensor, str], Any] | None = None
+    ) -> None:
+        """With ``copies=False`` it only looks whether values could be copied.
+
+        ``keep`` takes tensors over, with the path to each: what it returns stands for the tensor
+        in the copy, and its bytes are not taken.
+        """
         self.blobs: list[Blob] = []
         """The bytes that belong to what was taken."""
-        self._copies = copies
+        self._copies, self._keep = copies, keep
         self._where = ""
         self._path: list[Any] = []
 
@@ -80,6 +86,11 @@ class Copier:
             for step in self._path
         )
         return CheckpointError(f"{self._where}{steps} {why}")
+
+    def _steps(self, between: str) -> str:
+        """Where the value is that is looked at, as text."""
+        keys = (step.key if isinstance(step, _Key) else step for step in self._path)
+        return between.join(map(str, keys))
 
     def _blob(self, data: Any, **facts: Any) -> dict[str, Any]:
         if self._copies:
@@ -197,6 +208,8 @@ class Copier:
             facts["parameter"] = True
         if value.requires_grad and value.is_leaf:
             facts["grad"] = True
+        if self._keep is not None:
+            return _tag("kept", {**facts, "at": self._keep(value, self._steps("."))})
         if not self._copies:
             return _tag("tensor", facts)
         copy = torch.empty(value.shape, dtype=value.dtype)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-
 from sapwood.errors import CheckpointError, ConfigError
 from sapwood.state.copier import Copier
+from sapwood.state.giving import Giving
 from sapwood.state.packed import MARK, Blob, Packed, pack
-from sapwood.state.plain import from_plain
+from sapwood.state.randomness import random_state
 
-__all__ = ["Extras", "Stateful", "Taking", "random_state", "set_random_state"]
+__all__ = ["Extras", "Stateful", "Taking", "things_by_name"]
 
 
 class Stateful(Protocol):
@@ -28,6 +25,31 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Take a state over."""
         ...
+
+
+def things_by_name(argument: str, given: Mapping[str, Any] | None) -> dict[str, Stateful]:
+    """What a script wants saved beside tensors, or None for nothing; ``argument`` names it.
+
+    Raises:
+        ConfigError: it is no mapping, or holds something that has no state.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{argument} is a {type(given).__name__}, expected things by name, such as "
+            f'{argument}={{"data": reader}}'
+        )
+    for name, thing in given.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{argument} has the name {name!r}, expected text")
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(thing, method, None)):
+                raise ConfigError(
+                    f"{argument}[{name!r}] is a {type(thing).__name__}, which has no {method}(); "
+                    "give something with state_dict and load_state_dict"
+                )
+    return dict(given)
 
 
 class Extras:
@@ -63,18 +85,26 @@ class Extras:
         """
         return Taking(self, step, groups, plain, common=common).complete()
 
+    def giving(
+        self, common: Mapping[str, Any], mine: Mapping[str, Any], of_run: Collection[str] = ()
+    ) -> Giving:
+        """A state on its way back; ``mine`` is empty on a rank that was not there.
+
+        ``of_run`` are the names of what of the shared things is the run's own.
+
+        Raises:
+            CheckpointError: something cannot be decoded.
+        """
+        return Giving(self, common, mine, of_run)
+
     def restore(self, common: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-        """Give everything its state back; ``mine`` is empty on a rank that was not there.
+        """Give everything its state back, as ``giving`` does.
 
         Returns what was saved and has nobody to go to, or the other way round.
         """
-        notes = _give(self.shared, common.get("shared", {}))
-        if mine:
-            notes += _give(self.own, mine.get("own", {}))
-            set_random_state(from_plain(mine["random"]))
-        elif self.own:
-            notes.append("this rank was not part of the saved run: its own state starts anew")
-        return notes
+        giving = self.giving(common, mine)
+        giving.give()
+        return giving.notes
 
 
 class Taking:
@@ -165,39 +195,3 @@ def _encoded(
     extras = {"step": step, "optimizer": {}, "shared": {}, "own": {}, **found.extras}
     extras["groups"] = list(extras.get("groups", {}).values())
     return replace(found, extras=extras)
-
-
-def _give(here: Mapping[str, Stateful], saved: Mapping[str, Any]) -> list[str]:
-    for name, thing in here.items():
-        if name in saved:
-            try:
-                thing.load_state_dict(from_plain(saved[name]))
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                raise CheckpointError(
-                    f"{name} did not take its saved state: {type(error).__name__}: {error}"
-                ) from error
-    missing = [n for n in here if n not in saved and not getattr(here[n], "may_be_missing", False)]
-    notes = [f"{name} was not saved and keeps its state" for name in missing]
-    return notes + [f"{name} was saved but is not here" for name in saved if name not in here]
-
-
-def random_state() -> dict[str, Any]:
-    """The state of every generator a training uses."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (kind, np.asarray(keys), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """The reverse of ``random_state``."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all(state["cuda"])

@@ -14,9 +14,9 @@ __all__ = [
     "describe_model",
     "named_buffers",
     "named_parameters",
-    "optimizer_tensors",
     "other_names",
     "unwrap",
+    "writable",
 ]
 
 _COMPILED = "_orig_mod"
@@ -68,11 +68,15 @@ def other_names(model: nn.Module) -> dict[str, str]:
     return {name: known for name, known in found.items() if name != known}
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The optimizer's tensors for one parameter, by the optimizer's own names."""
-    if parameter not in optimizer.state:
-        return {}
-    return {k: v for k, v in optimizer.state[parameter].items() if isinstance(v, Tensor)}
+def writable(target: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What to copy where: an expanded tensor has memory for one of the elements that share it.
+
+    torch refuses to write to the others, though what is written would be the same.
+    """
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    return target, value
 
 
 def describe_model(model: nn.Module) -> list[str]:

@@ -5,6 +5,7 @@ from sapwood.sync.base import Context, StepOutcome, Synchroniser, SyncSettings, 
 from sapwood.sync.engines import make_engine
 from sapwood.sync.members import Members, check_model
 from sapwood.sync.optim import Views, choose_mode
+from sapwood.sync.startvalues import give_rank0_values
 from sapwood.sync.supported import Claim, check_kinds, check_schedulers
 from sapwood.sync.tune import Tuner
 
@@ -24,5 +25,6 @@ __all__ = [
     "check_schedulers",
     "choose_averager",
     "choose_mode",
+    "give_rank0_values",
     "make_engine",
 ]

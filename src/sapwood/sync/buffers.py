@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sapwood.events import BuffersUpdated
-from sapwood.state.tensors import clean_name, unwrap
+from sapwood.state.tensors import clean_name, unwrap, writable
 from sapwood.sync.base import Context
 
 __all__ = ["BufferSync"]
@@ -156,7 +156,7 @@ class _Message:
                     f"{list(place.shape)} on rank 0"
                 )
             else:
-                pairs.append(_writable(buffer.data, place))
+                pairs.append(writable(buffer.data, place))
         _copy([buffer for buffer, _ in pairs], [place for _, place in pairs])
         return odd
 
@@ -167,16 +167,12 @@ class _Message:
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    if to:
+    plain = [not (t.is_conj() or t.is_neg()) for t in to]
+    if all(plain) and to:
         torch._foreach_copy_(to, source)
-
-
-def _writable(buffer: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """An expanded buffer has one element for many places, and can be written only once."""
-    for dim, stride in enumerate(buffer.stride()):
-        if stride == 0 and buffer.size(dim) > 1:
-            buffer, place = buffer.narrow(dim, 0, 1), place.narrow(dim, 0, 1)
-    return buffer, place
+        return
+    for target, value in zip(to, source, strict=True):  # foreach knows no conjugated views
+        target.copy_(value)
 
 
 def _kinds(buffers: dict[str, Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:

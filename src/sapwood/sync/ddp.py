@@ -50,6 +50,7 @@ class Ddp:
             self._wrapped = DistributedDataParallel(
                 context.model,
                 process_group=context.group.process_group,
+                init_sync=False,  # the Run has given every rank rank 0's values, of any dtype
                 broadcast_buffers=False,  # ours: also when one rank alone evaluates, nobody waits
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=settings.bucket_mb or 25.0,

@@ -14,6 +14,9 @@ from types import FrameType
 import torch
 from torch.autograd import graph
 
+from sapwood.errors import UsageError
+from sapwood.sync import refusals
+
 __all__ = ["BackwardGuard", "in_backward", "nested"]
 
 _RUN_BACKWARD = graph._engine_run_backward.__code__
@@ -40,17 +43,33 @@ def nested() -> bool:
     return depth > outermost
 
 
+def _is_compiled() -> bool:
+    """Whether compiled autograd runs, or traces, the backward pass under way."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(
+        module.compiled_autograd_enabled or module.in_compiled_autograd_region
+    )
+
+
 class BackwardGuard:
     """Calls ``ended`` when the backward pass under way succeeds, ``aborted`` when it fails."""
+
+    # Of the class: a tracer of Python code makes objects without calling ``__init__``.
+    _aborted: Callable[[], None] | None = None
 
     def __init__(self, ended: Callable[[], None], aborted: Callable[[], None]) -> None:
         """Both run on the thread of the backward pass."""
         self._ended = ended
-        self._aborted: Callable[[], None] | None = None
         self._on_abort = aborted
 
     def arm(self) -> None:
-        """Call from inside a backward pass."""
+        """Call from inside a backward pass.
+
+        Raises:
+            UsageError: it is compiled, and so has neither callbacks nor hooks at their time.
+        """
+        if _is_compiled():
+            raise UsageError(refusals.COMPILED_AUTOGRAD)
         self._aborted = self._on_abort
         torch.autograd.Variable._execution_engine.queue_callback(self)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from sapwood.errors import ConfigError, UsageError
 from sapwood.state.tensors import named_parameters
+from sapwood.sync.aliases import check_distinct
 
 __all__ = ["Members", "check_model"]
 
@@ -32,7 +33,8 @@ class Members:
         """Names and parameters, in registration order.
 
         Raises:
-            ConfigError: the optimizer and the model do not belong together.
+            ConfigError: the optimizer and the model do not belong together, or parameters share
+                memory.
         """
         self._seen = self._signature()
         known = named_parameters(self._model)
@@ -51,6 +53,7 @@ class Members:
                 "nothing to train: the optimizer holds no parameter of the model with "
                 "requires_grad=True"
             )
+        check_distinct(trained)
         self.note(list(trained), list(trained.values()))
         return list(trained), list(trained.values())
 

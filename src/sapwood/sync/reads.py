@@ -13,6 +13,8 @@ weight that was updated meanwhile would give a wrong gradient. Three checks in e
 3. An update moves the version counters (fused kernels do not), so that autograd itself refuses a
    saved alias of the old value.
 
+What was aliased before, outside of forward, is found when the watch begins (``aliases``).
+
 Nothing of it costs time per operation: changing an object's class takes 0.1 us.
 """
 
@@ -28,6 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from sapwood.errors import UsageError
+from sapwood.state.metadata import METADATA
+from sapwood.sync.aliases import aliased_weights
 from sapwood.sync.guard import in_backward
 from sapwood.sync.nested import tensors_in
 
@@ -68,8 +72,10 @@ class WeightReads:
         self._forwards = 0
         self._in_forward: set[int] = set()
         self._said: set[int] = set()
-        self.known: set[int] = own
+        shared = aliased_weights(context.model, context.parameters)
+        self.known: set[int] = own | shared
         """Late in every step."""
+        self._say(sorted(shared), "in memory that another tensor of the model shares")
 
     @property
     def late(self) -> set[int]:
@@ -144,7 +150,9 @@ class WeightReads:
 
     def say_new(self, why: str) -> None:
         """Log which weights became late, once for each."""
-        new = sorted(self.late - self._said)
+        self._say(sorted(self.late - self._said), why)
+
+    def _say(self, new: Sequence[int], why: str) -> None:
         self._said.update(new)
         if new:
             names = ", ".join(self._names[i] for i in new[:5])
@@ -235,7 +243,7 @@ def _sealed(kind: type) -> type:
         def dispatch(
             cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if function not in _METADATA and in_backward():
+            if function not in METADATA and in_backward():
                 for argument in tensors_in((args, kwargs)):
                     reader = _readers.get(id(argument))
                     if reader is not None:
@@ -247,30 +255,3 @@ def _sealed(kind: type) -> type:
         made = type(kind)(kind.__name__, (kind,), {**body, "__module__": kind.__module__})
         _sealed_classes[kind] = made
     return _sealed_classes[kind]
-
-
-def _metadata() -> frozenset[Any]:
-    """What can be asked of a parameter without reading its values."""
-    getters = (
-        *("grad", "_grad", "grad_fn", "_grad_fn", "requires_grad", "is_leaf", "retains_grad"),
-        *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes", "output_nr"),
-        *("is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "is_mkldnn", "is_nested"),
-        *("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
-    )
-    methods = (
-        *("size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size"),
-        *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "__hash__"),
-        *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"),
-        "__len__",
-    )
-    found: set[Any] = set()
-    for name in getters:
-        descriptor = getattr(Tensor, name, None)
-        for access in ("__get__", "__set__", "__delete__"):
-            if hasattr(descriptor, access):
-                found.add(getattr(descriptor, access))
-    found |= {getattr(Tensor, name) for name in methods if hasattr(Tensor, name)}
-    return frozenset(found)
-
-
-_METADATA = _metadata()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "ABORTED",
+    "COMPILED_AUTOGRAD",
     "FORGOTTEN",
     "UNSCALED",
     "broken",
@@ -23,6 +24,11 @@ ABORTED = (
     "an exception ended its back-propagation; see the traceback there (if it says that a variable "
     "was modified in place, a weight is used through an alias that was updated: use "
     "update='deferred')"
+)
+COMPILED_AUTOGRAD = (
+    "compiled autograd runs this back-propagation, in which gradients are not there one after the "
+    "other; leave torch._dynamo.config.compiled_autograd off: a model compiled with torch.compile "
+    "has its backward compiled all the same"
 )
 FORGOTTEN = (
     "backward() was called again before run.step() ended the step; call run.step() after each "

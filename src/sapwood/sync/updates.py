@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import increment_version
 
-from sapwood.events import Fence, StepBegan, TensorUpdated, UpdatedTensor
+from sapwood.events import Fence, StateReplacing, StepBegan, TensorUpdated, UpdatedTensor
 from sapwood.runtime import faults
 from sapwood.runtime.device import Lane
-from sapwood.state.tensors import optimizer_tensors
+from sapwood.state.optimizers import optimizer_tensors
 from sapwood.sync.base import Context, SyncStats
 from sapwood.sync.optim import OptimizerView
 from sapwood.sync.reads import WeightReads
@@ -51,6 +51,7 @@ class Updater:
         self._stats = stats
         self._fences: dict[int, Fence] = {}
         self._begun = 0
+        context.events.subscribe(StateReplacing, self._state_goes, name="fences")
 
     def begin_step(self) -> None:
         """Announce the step, once: by its first forward, or else by its first gradient."""
@@ -160,6 +161,15 @@ class Updater:
             )
 
     def pass_all_fences(self) -> None:
-        """Wait for every hold: before bucket numbers change their meaning."""
+        """Wait for every hold: before bucket numbers change their meaning, or weights the state."""
         for bucket in list(self._fences):
             self.pass_fence(bucket)
+
+    def _state_goes(self, event: StateReplacing) -> None:
+        """To set weights to others is an update as well: whoever holds their values, a fork's
+        donor for one, would send a mixture.
+        """
+        try:
+            self.pass_all_fences()
+        except Exception as error:
+            event.problems.append(error)

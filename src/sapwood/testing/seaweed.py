@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import ConfigError, DeadlineError
+from sapwood.storage.s3.sigv4 import Credentials, payload_hash, signed
 from sapwood.testing import _proc
-from sapwood.tiers.s3.sigv4 import Credentials, payload_hash, signed
 
 __all__ = ["Server", "program", "serve"]
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sapwood.channel.connection import BLOCK_BYTES, ChannelError, Connection
 from sapwood.errors import SapwoodError
 from sapwood.runtime import faults
-from sapwood.runtime.wire import BLOCK_BYTES, Connection, WireError
 from sapwood.tiers.blobs import BlobFile, BlobFolder
 from sapwood.tiers.keeper import Blob
 
@@ -29,11 +29,11 @@ class Answers:
         """Do what a request asks for, and say what came of it.
 
         Raises:
-            WireError: it is no request; the connection is of no more use.
+            ChannelError: it is no request; the connection is of no more use.
         """
         operation = self._operations().get(str(request.get("op")))
         if operation is None:
-            raise WireError(f"operation {request.get('op')!r} is not known")
+            raise ChannelError(f"operation {request.get('op')!r} is not known")
         operation(connection, request)
 
     def _operations(self) -> dict[str, Callable[[Connection, Mapping[str, Any]], None]]:
@@ -112,7 +112,9 @@ def _received(connection: Connection, file: BlobFile, nbytes: int) -> dict[str, 
             problem = error
     size = _whole(connection.receive().get("record"))
     if size > RECORD_LIMIT:
-        raise WireError(f"a record of {size} bytes was announced, at most {RECORD_LIMIT} are taken")
+        raise ChannelError(
+            f"a record of {size} bytes was announced, at most {RECORD_LIMIT} are taken"
+        )
     record = bytearray(size)
     connection.receive_into(record)
     if problem is None:
@@ -134,5 +136,5 @@ def _blob(request: Mapping[str, Any]) -> Blob:
 
 def _whole(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise WireError(f"{value!r} is not a number of bytes")
+        raise ChannelError(f"{value!r} is not a number of bytes")
     return value

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
-from sapwood.runtime.regular import open_regular, read_regular
+from sapwood.regular import open_regular, read_regular
 from sapwood.state.catalog import FileLayout
+from sapwood.storage.files import Files, FileWriter
 from sapwood.tiers.digest import matches
-from sapwood.tiers.files import Files, FileWriter
 from sapwood.tiers.local import record_name
 from sapwood.tiers.manifest import MANIFEST, Manifest
 from sapwood.tiers.record import EXTRAS, Range, ShardRecord

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from sapwood.errors import CheckpointError
-from sapwood.state.packed import unpack
 from sapwood.tiers.digest import matches
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 
@@ -24,7 +23,6 @@ __all__ = [
     "StoredShard",
     "Tier",
     "open_checked",
-    "read_extras",
     "read_range",
     "read_shard",
     "verify",
@@ -175,19 +173,6 @@ def read_range(shard: StoredShard, part: Range, out: Any) -> None:
             f"{piece.start + part.start} to {piece.start + part.start + part.nbytes} of "
             f"{piece.file} {piece.name} do not match their checksum"
         )
-
-
-def read_extras(shard: StoredShard) -> dict[str, Any]:
-    """What was saved beside tensors, for ``from_plain``, verified.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    record = shard.record
-    region = memoryview(bytearray(record.extras_bytes))
-    for part in record.extras_ranges:
-        read_range(shard, part, region[part.start : part.start + part.nbytes])
-    return unpack(record.extras, region)
 
 
 def read_shard(shard: StoredShard) -> bytearray:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
-from sapwood.runtime.regular import open_regular, read_regular
-from sapwood.tiers.files import Files, FileWriter
+from sapwood.regular import open_regular, read_regular
+from sapwood.storage.files import Files, FileWriter, HeldFolder
 from sapwood.tiers.keeper import Blob, checked, is_name
 from sapwood.tiers.leftovers import Stale, clear_folders, is_draft
 from sapwood.tiers.record import CheckpointId
@@ -138,7 +138,12 @@ class BlobFile:
         self._home, self._name, self._nbytes, self._files = home, name, nbytes, files
         # Two senders may be at the same blob: one that was given up, and its second try.
         self._draft = home / f".{name}.bin.draft-{os.getpid()}-{secrets.token_hex(4)}"
-        self._writer: FileWriter | None = files.create(self._draft)
+        self._held = HeldFolder(home)
+        try:
+            self._writer: FileWriter | None = files.create(self._draft)
+        except BaseException:
+            self._held.close()
+            raise
         self._at = self._synced = 0
 
     def write(self, data: Any) -> None:
@@ -162,7 +167,8 @@ class BlobFile:
             self._files.publish(self._draft, self._home / f"{self._name}.bin")
             self._writer = None
             try:
-                self._files.write_whole(self._home / f"{self._name}.json", record)
+                path = self._home / f"{self._name}.json"
+                self._files.write_whole(path, record, held=self._held)
             except OSError:
                 self._forget()
                 raise
@@ -172,6 +178,7 @@ class BlobFile:
 
     def close(self) -> None:
         """Forget the draft, if it was not published."""
+        self._held.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None

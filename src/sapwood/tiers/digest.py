@@ -10,12 +10,23 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from sapwood.errors import CheckpointError
 
-__all__ = ["DEFAULT_ALGORITHM", "digest", "digest_of_row", "matches", "seal", "seal_json", "unseal"]
+__all__ = [
+    "DEFAULT_ALGORITHM",
+    "FAST_ALGORITHM",
+    "digest",
+    "digest_of_row",
+    "fast_digest",
+    "matches",
+    "seal",
+    "seal_json",
+    "unseal",
+]
 
 
 _ALGORITHMS: dict[str, Callable[[], Any]] = {"blake2b": lambda: hashlib.blake2b(digest_size=8)}
@@ -36,6 +47,9 @@ _TAIL = 256
 """More than a checksum and what is around it takes."""
 
 DEFAULT_ALGORITHM = "xxh3" if "xxh3" in _ALGORITHMS else "blake2b"
+FAST_ALGORITHM = "xxh3" if "xxh3" in _ALGORITHMS else "crc32"
+"""For what is digested beside a training: blake2b takes sixteen times as long as a copy, crc32 five
+times, xxh3 about half."""
 
 
 def digest(data: Any, algorithm: str = DEFAULT_ALGORITHM) -> str:
@@ -59,6 +73,13 @@ def digest_of_row(pieces: Iterable[Any], algorithm: str = DEFAULT_ALGORITHM) -> 
     for piece in pieces:
         found.update(piece)
     return str(found.hexdigest())
+
+
+def fast_digest(data: Any) -> str:
+    """A checksum by ``FAST_ALGORITHM``, as hexadecimal digits; never kept on disk."""
+    if FAST_ALGORITHM == "crc32":
+        return f"{zlib.crc32(data):08x}"
+    return digest(data, FAST_ALGORITHM)
 
 
 def matches(data: Any, expected: str, algorithm: str) -> bool:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sapwood.errors import CheckpointError, TierError
-from sapwood.runtime.regular import read_regular
+from sapwood.regular import read_regular
+from sapwood.storage.files import Files, HeldFolder
 from sapwood.tiers.assembly import (
     AssembledShard,
     check_manifest,
@@ -32,9 +33,8 @@ from sapwood.tiers.assembly import (
     write_pieces,
 )
 from sapwood.tiers.base import Stored
-from sapwood.tiers.files import Files
 from sapwood.tiers.leftovers import Stale, clock_of
-from sapwood.tiers.local import entries_in, older_rests, ranks_in, record_name
+from sapwood.tiers.local import entries_in, older_rests, ranks_in, record_name, remove_rest
 from sapwood.tiers.manifest import MANIFEST, Manifest, check_agreement, join
 from sapwood.tiers.record import CheckpointId, ShardRecord
 from sapwood.tiers.room import tier_error
@@ -109,10 +109,12 @@ class ExternalTier:
             # Before our bytes go where, by another catalog, somebody else's are.
             there = {rank: read_regular(home / record_name(rank))}
             check_agreement(there, record, str(home))
-        write_pieces(self._files, home, record, data)
-        # Names need not reach the device in the order they were given: data first, for sure.
-        self._files.sync_folder(home)
-        self._files.write_whole(home / record_name(record.rank), content, writer="put")
+        with HeldFolder(home) as held:
+            write_pieces(self._files, home, record, data)
+            # Names need not reach the device in the order they were given: data first, for sure.
+            self._files.sync_folder(home)
+            path = home / record_name(record.rank)
+            self._files.write_whole(path, content, writer="put", held=held)
 
     # -- finishing ---------------------------------------------------------------------------
 
@@ -256,7 +258,10 @@ class ExternalTier:
         def work() -> None:
             self._sweep()
             for rest in older_rests(self.folder, id, PARTIAL):
-                self._discard(rest)
+                try:
+                    self._discard(rest)
+                except OSError as error:
+                    log.warning("%s is left over, and cannot be removed: %s", rest, error)
             self._discard(self._partial(id))
             self._discard(self._final(id))
 
@@ -306,7 +311,7 @@ class ExternalTier:
         """Remove what a crash has left of checkpoints being removed."""
         for path in entries_in(self.folder):
             if path.suffix == DROPPED and CheckpointId.parse(path.stem) is not None:
-                self._files.remove_tree(path)
+                remove_rest(self._files, path)
 
     def close(self) -> None:
         """Nothing runs."""

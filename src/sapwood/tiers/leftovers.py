@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from sapwood.tiers.files import Files
+from sapwood.storage.files import Files
 from sapwood.tiers.record import CheckpointId
 
 __all__ = ["QUIET_SECONDS", "Clearable", "Stale", "clear_folders", "clock_of", "is_draft"]

@@ -6,6 +6,7 @@ captured, and ``shard-0.json``, its record. The record is written last: it makes
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, TierError
-from sapwood.runtime.regular import read_regular
+from sapwood.regular import read_regular
+from sapwood.storage.files import Files, HeldFolder, draft_of
 from sapwood.tiers.base import Stored, StoredShard
-from sapwood.tiers.files import Files, draft_of
 from sapwood.tiers.leftovers import Stale, clear_folders, is_draft
 from sapwood.tiers.record import CheckpointId, ShardRecord
 from sapwood.tiers.room import tier_error
@@ -28,8 +29,10 @@ __all__ = [
     "older_rests",
     "ranks_in",
     "record_name",
+    "remove_rest",
 ]
 
+log = logging.getLogger(__name__)
 _RECORD = re.compile(r"shard-(\d+)\.json")
 _DATA = re.compile(r"shard-(\d+)(?:\.base-\d+)?\.(?:bin|index)")
 
@@ -50,13 +53,14 @@ class LocalTier:
         draft = draft_of(data_file, "put")
         try:
             self._files.make_folder(home)
-            with self._files.create(draft) as writer:
-                writer.write_at(0, data)
-                writer.sync()
-            self._files.publish(draft, data_file)
-            # Names need not reach the device in the order they were given: data first, for sure.
-            self._files.sync_folder(home)
-            self._files.write_whole(record_file, record.encode(), writer="put")
+            with HeldFolder(home) as held:
+                with self._files.create(draft) as writer:
+                    writer.write_at(0, data)
+                    writer.sync()
+                self._files.publish(draft, data_file)
+                # Names need not reach the device in the order they were given: data first.
+                self._files.sync_folder(home)
+                self._files.write_whole(record_file, record.encode(), writer="put", held=held)
         except OSError as error:
             forget_failed(home, record.rank)
             raise tier_error(f"cannot write {home}", error) from error
@@ -90,7 +94,7 @@ class LocalTier:
         home = self.folder / id.folder
         try:
             for rest in older_rests(self.folder, id):
-                self._files.remove_tree(rest)
+                remove_rest(self._files, rest)
             for rank in ranks_in(home):
                 self._files.remove(home / record_name(rank))
             with suppress(FileNotFoundError):
@@ -149,15 +153,28 @@ def entries_in(folder: Path) -> list[Path]:
 def older_rests(folder: Path, id: CheckpointId, suffix: str = "") -> list[Path]:
     """Folders of checkpoints before ``id`` that have no record: what their writers left, dying.
 
-    Nobody writes there any more: a checkpoint is dropped when a newer one is whole, and every
-    writer goes from older ones to newer ones.
+    A training does not write there any more: a checkpoint is dropped when a newer one is whole, and
+    every writer goes from older ones to newer ones. Another one that does writes it once more.
     """
     found = []
     for home in entries_in(folder):
         other = CheckpointId.parse(home.name.removesuffix(suffix))
-        if other is not None and other.step < id.step and not ranks_in(home):
+        if other is None or other.step >= id.step or home.is_symlink() or not home.is_dir():
+            continue
+        if not ranks_in(home):
             found.append(home)
     return found
+
+
+def remove_rest(files: Files, path: Path) -> None:
+    """Remove what somebody has left behind; if that cannot be done, it is in nobody's way.
+
+    It may be another user's, or open somewhere on NFS: retention must not end there.
+    """
+    try:
+        files.remove_tree(path)
+    except OSError as error:
+        log.warning("%s is left over, and cannot be removed: %s", path, error.strerror or error)
 
 
 def record_name(rank: int) -> str:

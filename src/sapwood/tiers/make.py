@@ -65,7 +65,8 @@ def serve_peers(specs: Sequence[TierSpec], nodes: NodeMap) -> ExitStack:
     folder = peer_folder(specs, nodes)
     if folder is not None and nodes.node in nodes.addresses:
         host, _, port = nodes.addresses[nodes.node].rpartition(":")
-        server = PeerServer(folder, nodes.token, host=host.strip("[]"), port=int(port))
+        listen = nodes.bind or host.strip("[]")
+        server = PeerServer(folder, nodes.token, host=listen, port=int(port))
         stack.enter_context(server)
     return stack
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError
-from sapwood.runtime.regular import read_regular
+from sapwood.regular import read_regular
+from sapwood.storage.files import Files, FileWriter, HeldFolder, draft_of
 from sapwood.tiers.base import read_range, verify
-from sapwood.tiers.files import Files, FileWriter, draft_of
 from sapwood.tiers.local import LocalTier, forget_failed, record_name
 from sapwood.tiers.record import Range, ShardRecord
 from sapwood.tiers.room import tier_error
@@ -56,15 +56,17 @@ class PackedTier(LocalTier):
             if self._has(record, home):
                 self._files.sync_folder(home)
                 return
-            places = self._reference(record, home)
-            with self._files.create(draft) as writer:
-                places |= self._write(record, memoryview(data).cast("B"), places, writer)
-                writer.sync()
-            self._files.publish(draft, home / f"shard-{record.rank}.bin")
-            self._files.write_whole(
-                home / f"shard-{record.rank}.index", sealed(places), writer="put"
-            )
-            self._files.write_whole(home / record_name(record.rank), record.encode(), writer="put")
+            with HeldFolder(home) as held:
+                places = self._reference(record, home)
+                with self._files.create(draft) as writer:
+                    places |= self._write(record, memoryview(data).cast("B"), places, writer)
+                    writer.sync()
+                self._files.publish(draft, home / f"shard-{record.rank}.bin")
+                for name, content in (
+                    (f"shard-{record.rank}.index", sealed(places)),
+                    (record_name(record.rank), record.encode()),
+                ):
+                    self._files.write_whole(home / name, content, writer="put", held=held)
         except OSError as error:
             forget_failed(home, record.rank)
             raise tier_error(f"cannot write {home}", error) from error

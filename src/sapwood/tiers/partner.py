@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, ConfigError, TierError
-from sapwood.tiers.base import Stored, Tier, read_shard
+from sapwood.tiers.base import Stored, Tier, open_checked, read_shard
 from sapwood.tiers.blobs import BlobFolder
 from sapwood.tiers.keeper import Blob, Keeper
 from sapwood.tiers.leftovers import Stale
@@ -106,7 +106,7 @@ class PartnerTier:
     def _copy(self, stored: Stored, tier: Tier) -> bool:
         """Send the partner a shard of another tier; whether it was there and sound."""
         try:
-            with closing(tier.open(stored)) as shard:
+            with closing(open_checked(tier, stored)) as shard:
                 record, memory = shard.record, read_shard(shard)
         except (CheckpointError, TierError):
             return False

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from sapwood.channel.connection import Connection
+from sapwood.channel.dial import dial_tcp
+from sapwood.channel.handshake import Refused
+from sapwood.channel.pool import Pool
 from sapwood.errors import CheckpointError, ConfigError, TierError
-from sapwood.runtime.wire import Connection, Refused
 from sapwood.tiers.keeper import Blob
 from sapwood.tiers.room import NoRoomError
 from sapwood.tiers.spec import NodeMap
@@ -18,7 +19,6 @@ from sapwood.tiers.transfers import Download, Upload, answer
 
 __all__ = ["Peer", "peers_of"]
 
-_IDLE_CONNECTIONS = 4
 _LIST_LIMIT = 256 * 2**20
 
 
@@ -32,9 +32,8 @@ class Peer:
             raise ConfigError(f"the address of node {node} is {address!r}, expected host:port")
         self._where = (host.strip("[]"), int(port))
         self.node, self.address = node, address
-        self._token, self._timeout = token, timeout
-        self._idle: list[Connection] = []
-        self._lock = threading.Lock()
+        self._timeout = timeout
+        self._pool = Pool(lambda _: dial_tcp(*self._where, token, timeout=timeout))
 
     # -- what a keeper does ------------------------------------------------------------------
 
@@ -49,13 +48,13 @@ class Peer:
     def put(self, blob: Blob, nbytes: int) -> Upload:
         """Begin to send."""
         with self.errors():
-            connection = self._taken()
+            connection = self._pool.take()
         try:
             with self.errors():
                 connection.send({"op": "put", **_named(blob), "nbytes": nbytes})
                 answer(connection)
         except BaseException:
-            connection.close()
+            self.discard(connection)
             raise
         return Upload(self, connection, nbytes)
 
@@ -83,11 +82,11 @@ class Peer:
     def ask(self, blob: Blob, start: int, nbytes: int) -> Download:
         """Send the question."""
         with self.errors():
-            connection = self._taken()
+            connection = self._pool.take()
             try:
                 connection.send({"op": "read", **_named(blob), "start": start, "nbytes": nbytes})
             except BaseException:
-                connection.close()
+                self.discard(connection)
                 raise
         return Download(self, connection)
 
@@ -96,58 +95,27 @@ class Peer:
         self._ask_once({"op": "drop", "area": area, "group": group})
 
     def close(self) -> None:
-        """End idle connections."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        """End all connections."""
+        self._pool.close()
 
     # -- connections -------------------------------------------------------------------------
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep a connection that is idle and in order for the next exchange."""
+        self._pool.give_back(connection)
+
+    def discard(self, connection: Connection) -> None:
+        """Close a connection whose exchange did not end."""
+        self._pool.discard(connection)
 
     def _ask_once(self, request: dict[str, Any]) -> dict[str, Any]:
         with self.errors(), self._connection() as connection:
             connection.send(request)
             return answer(connection)
 
-    @contextmanager
-    def _connection(self) -> Iterator[Connection]:
-        """A connection for one exchange; it is used again only if that went well."""
-        connection = self._taken()
-        try:
-            yield connection
-        except CheckpointError:
-            self.give_back(connection)  # the node answered, only not what one hoped for
-            raise
-        except BaseException:
-            connection.close()
-            raise
-        self.give_back(connection)
-
-    def _taken(self) -> Connection:
-        while True:
-            with self._lock:
-                if not self._idle:
-                    break
-                connection = self._idle.pop()
-            if not connection.stale:
-                return connection
-            connection.close()
-        sock = socket.create_connection(self._where, timeout=self._timeout)
-        connection = Connection(sock, timeout=self._timeout)
-        try:
-            connection.introduce(self._token)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def give_back(self, connection: Connection) -> None:
-        """Keep a connection that is idle and in order for the next exchange."""
-        with self._lock:
-            if len(self._idle) < _IDLE_CONNECTIONS:
-                self._idle.append(connection)
-                return
-        connection.close()
+    def _connection(self) -> AbstractContextManager[Connection]:
+        """For one exchange; a node that answered, only not what one hoped for, is in order."""
+        return self._pool.connection(CheckpointError)
 
     @contextmanager
     def errors(self) -> Iterator[None]:

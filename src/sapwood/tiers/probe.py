@@ -14,22 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sapwood.errors import TierError
+from sapwood.storage.filesystems import filesystem_of, kind_of
 
 __all__ = ["Storage", "best_local", "look_at", "usual_places"]
 
 _VARIABLES = ("SAPWOOD_LOCAL", "SLURM_TMPDIR", "LOCAL_SCRATCH", "JOB_TMPDIR", "PBS_JOBFS", "TMPDIR")
 _FOLDERS = ("/local_scratch", "/localscratch", "/scratch/local", "/mnt/nvme", "/nvme")
-_NETWORK = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs"} | {
-    "panfs",
-    "wekafs",
-    "virtiofs",
-    "fuse.sshfs",
-    "fuse.s3fs",
-    "fuse.goofys",
-    "fuse.juicefs",
-    "fuse.glusterfs",
-}
-_MEMORY = {"tmpfs", "ramfs"}
 _BLOCK = 4 * 2**20
 _CLEARLY_FASTER = 1.5
 
@@ -55,11 +45,11 @@ def look_at(folder: Path, *, seconds: float = 0.3, limit: int = 64 * 2**20) -> S
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        filesystem = _filesystem(folder)
+        filesystem = filesystem_of(folder)
         return Storage(
             folder=folder,
             filesystem=filesystem,
-            kind=_kind(filesystem),
+            kind=kind_of(filesystem),
             free=_free(folder),
             bytes_per_second=_speed(folder, seconds, limit),
         )
@@ -110,20 +100,3 @@ def _speed(folder: Path, seconds: float, limit: int) -> float:
 def _free(folder: Path) -> int:
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
-
-
-def _kind(filesystem: str) -> str:
-    if filesystem in _NETWORK:
-        return "network"
-    return "memory" if filesystem in _MEMORY else "disk"
-
-
-def _filesystem(folder: Path) -> str:
-    """The type of the mount a folder is on, by its device number."""
-    device = folder.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-        fields, _, tail = line.partition(" - ")
-        if fields.split()[2] == wanted:
-            return tail.split()[0]
-    return "unknown"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
-from sapwood.errors import TierError
+from sapwood.errors import NoRoom, StorageError, TierError
+from sapwood.storage.room import is_full
 from sapwood.tiers.record import CheckpointId
 
-__all__ = ["Abandonable", "NoRoomError", "tier_error"]
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+__all__ = ["Abandonable", "NoRoomError", "as_tier_errors", "tier_error"]
 
 
 class NoRoomError(TierError):
@@ -32,5 +32,15 @@ class Abandonable(Protocol):
 
 def tier_error(doing: str, error: OSError) -> TierError:
     """What the system gave, as an error of a tier."""
-    kind = NoRoomError if error.errno in _FULL else TierError
+    kind = NoRoomError if is_full(error) else TierError
     return kind(f"{doing}: {error.strerror or error}")
+
+
+@contextmanager
+def as_tier_errors() -> Iterator[None]:
+    """Raise what a keeper says as an error of a tier; decorates methods as well."""
+    try:
+        yield
+    except StorageError as error:
+        kind = NoRoomError if isinstance(error, NoRoom) else TierError
+        raise kind(str(error)) from error

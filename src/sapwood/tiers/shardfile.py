@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import CheckpointError, ConfigError
-from sapwood.runtime.regular import open_regular, read_regular
+from sapwood.regular import open_regular, read_regular
 from sapwood.tiers.base import StoredShard
 from sapwood.tiers.digest import seal, unseal
 from sapwood.tiers.record import Range, ShardRecord

@@ -88,6 +88,8 @@ class NodeMap:
     """The node of each rank."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """``host:port`` of each node's engine, for what nodes keep for each other."""
+    bind: str = ""
+    """Where this node's engine listens if that is not the host of its address."""
     token: str = ""
     """What an engine must present to another; never written to a record or a log."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from sapwood.channel.connection import BLOCK_BYTES, Connection
 from sapwood.errors import CheckpointError, SapwoodError, TierError
 from sapwood.runtime.heartbeat import beat
-from sapwood.runtime.wire import BLOCK_BYTES, Connection
 from sapwood.tiers.room import NoRoomError
 
 __all__ = ["Download", "Upload", "answer"]
@@ -27,6 +27,10 @@ class Owner(Protocol):
 
     def give_back(self, connection: Connection) -> None:
         """A connection is idle and in order."""
+        ...
+
+    def discard(self, connection: Connection) -> None:
+        """A connection's exchange did not end."""
         ...
 
 
@@ -68,7 +72,7 @@ class Upload:
     def close(self) -> None:
         """End the connection, if the blob is not there yet: the node then forgets it."""
         if self._connection is not None:
-            self._connection.close()
+            self._owner.discard(self._connection)
             self._connection = None
 
 
@@ -92,14 +96,14 @@ class Download:
             self._owner.give_back(connection)
             raise
         except BaseException:
-            connection.close()
+            self._owner.discard(connection)
             raise
         self._owner.give_back(connection)
 
     def close(self) -> None:
         """End the connection, if its answer was not taken."""
         if self._connection is not None:
-            self._connection.close()
+            self._owner.discard(self._connection)
             self._connection = None
 
 

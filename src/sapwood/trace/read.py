@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import TraceError
+from sapwood.regular import open_regular
 from sapwood.trace.tracer import FORMAT
 
 __all__ = ["Counter", "Header", "Instant", "Record", "Span", "Trace", "read_trace"]
@@ -159,7 +160,7 @@ def _read_file(path: Path, skipped: list[str]) -> Iterator[_Raw]:
 
 def _lines(path: Path) -> Iterator[bytes]:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             yield from file
     except OSError as error:
         raise TraceError(f"cannot read the trace file {path}: {error.strerror}") from error

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from sapwood.errors import TraceError
+from sapwood.regular import open_regular
 
 __all__ = ["FORMAT", "OFF", "FileTracer", "Tracer", "open_trace"]
 
@@ -205,7 +206,7 @@ def _open_for_append(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torn = path.exists() and path.stat().st_size > 0 and _last_byte(path) != b"\n"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        file = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         if torn:  # an earlier process was killed while writing: our header gets a line of its own
             os.write(file, b"\n")
     except OSError as error:
@@ -217,7 +218,7 @@ def _open_for_append(path: Path) -> int:
 
 
 def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1)
 

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from sapwood.errors import TransportError
+from sapwood.runtime.host import bind_for
 from sapwood.runtime.stores import Store
-from sapwood.transport._meet import HELLO, Deadline, accept, exchange, late, one_host
+from sapwood.transport._meet import BACKLOG, HELLO, Deadline, accept, exchange, late
 from sapwood.transport.base import Ends
 
 __all__ = ["Control", "Packet", "meet"]
@@ -38,6 +39,8 @@ class Control:
         self.on_gone: Callable[[int], None] = lambda peer: None
         self._wires = wires
         self._locks = {peer: threading.Lock() for peer in wires}
+        self._closing = threading.Lock()
+        self._closed = False
         self._wake, self._wake_there = os.pipe2(os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._loop, name="sapwood-control", daemon=True)
 
@@ -57,17 +60,33 @@ class Control:
 
     def close(self) -> None:
         """End the connections and the thread."""
-        if self._wake_there < 0:
-            return
-        os.close(self._wake_there)
-        self._wake_there = -1
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        # Several threads may end a link. A descriptor that is closed twice may be another's file.
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._wake_there)
+        if self._thread.ident is None:  # it never began
+            self._end()
+        elif self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        for wire in self._wires.values():
-            wire.close()
+
+    def _end(self) -> None:
+        """Close what the thread has used, when nobody uses it any more."""
+        for peer, wire in self._wires.items():
+            with suppress(OSError):
+                wire.shutdown(socket.SHUT_RDWR)  # wakes whoever sends on it
+            with self._locks[peer]:
+                wire.close()
         os.close(self._wake)
 
     def _loop(self) -> None:
+        try:
+            self._listen()
+        finally:
+            self._end()
+
+    def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ, -1)
             for peer, wire in self._wires.items():
@@ -103,9 +122,10 @@ def meet(name: str, store: Store, ends: Ends, fact: str, deadline: Deadline) -> 
     """Connect each donor with each receiver, and tell all what each says about itself."""
     token = secrets.token_bytes(32)
     wires: dict[int, socket.socket] = {}
-    host = "127.0.0.1" if one_host(ends.hosts) else ""
+    host = "127.0.0.1" if ends.one_machine else bind_for(ends.hosts[ends.me])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, 0), backlog=ends.size) as listener:
+        with socket.create_server((host, 0), family=family, backlog=BACKLOG) as listener:
             at = [listener.getsockname()[1], token.hex(), fact]
             met = exchange(name, store, ends, at, deadline)
             if ends.me < ends.donors:
@@ -132,6 +152,6 @@ def _connect(
 ) -> None:
     for peer in ends.peers:
         port, token, _ = met[peer]
-        host = "127.0.0.1" if one_host(ends.hosts) else ends.hosts[peer]
+        host = "127.0.0.1" if ends.one_machine else ends.hosts[peer]
         wires[peer] = socket.create_connection((host, port), timeout=deadline.left or 0.001)
         wires[peer].sendall(HELLO.pack(ends.me, bytes.fromhex(token)))

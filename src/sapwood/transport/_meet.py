@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import hmac
 import json
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from sapwood.errors import TransportError
 from sapwood.runtime.stores import Store
 from sapwood.transport.base import Ends
 
-__all__ = ["HELLO", "Deadline", "accept", "exchange", "late", "one_host", "publish", "read"]
+__all__ = ["BACKLOG", "HELLO", "Deadline", "accept", "exchange", "late", "publish", "read"]
 
 HELLO = struct.Struct("!I32s")
 """What a receiver says to a donor first: its number, and the donor's token."""
-_HELLO_TIMEOUT = 2.0
+BACKLOG = 1024
+"""Also strangers wait there, until all processes have come."""
+_STRANGERS = 256
+"""Connections that have not shown the token yet, beside those of all processes."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
 
 
@@ -76,11 +80,6 @@ def exchange(name: str, store: Store, ends: Ends, mine: Any, deadline: Deadline)
     return found
 
 
-def one_host(hosts: Sequence[str]) -> bool:
-    """Whether all processes are on one machine."""
-    return len(set(hosts)) == 1
-
-
 def accept(
     listener: socket.socket,
     token: bytes,
@@ -91,20 +90,75 @@ def accept(
 ) -> None:
     """Let every peer in that knows the token, and nobody else; ``check`` may refuse one.
 
+    All are heard at once, so that a stranger who keeps silent keeps nobody waiting; of too many the
+    one that came first loses its place.
+
     Raises:
         TimeoutError: not all came in time.
     """
-    while len(wires) < len(ends.peers):
-        listener.settimeout(deadline.left or 0.001)
+    listener.setblocking(False)
+    told: dict[socket.socket, bytes] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while len(wires) < len(ends.peers):
+                ready = selector.select(deadline.left)
+                if not ready and not deadline.left:
+                    raise TimeoutError
+                for key, _ in ready:
+                    if key.fileobj is listener:
+                        _welcome(listener, selector, told, ends)
+                        continue
+                    wire = cast(socket.socket, key.fileobj)
+                    if wire not in told or not _heard(wire, told):  # displaced, or not yet done
+                        continue
+                    word = told.pop(wire)
+                    selector.unregister(wire)
+                    number = _known(word, token, ends, wires)
+                    if number is None:
+                        wire.close()
+                        continue
+                    wires[number] = wire
+                    wire.setblocking(True)
+                    check(wire)
+        finally:
+            for stranger in told:
+                stranger.close()
+
+
+def _welcome(
+    listener: socket.socket,
+    selector: selectors.BaseSelector,
+    told: dict[socket.socket, bytes],
+    ends: Ends,
+) -> None:
+    try:
         wire, _ = listener.accept()
-        told = b""
-        with suppress(OSError):  # a stranger, or one that died; ours come until the deadline
-            wire.settimeout(min(deadline.left, _HELLO_TIMEOUT) or 0.001)
-            while len(told) < HELLO.size and (more := wire.recv(HELLO.size - len(told))):
-                told += more
-        number, word = HELLO.unpack(told) if len(told) == HELLO.size else (-1, b"")
-        if hmac.compare_digest(word, token) and number in ends.peers and number not in wires:
-            wires[number] = wire
-            check(wire)
-        else:
-            wire.close()
+    except OSError:  # it is gone again, or there are no more descriptors, which passes
+        time.sleep(_FIRST_PAUSE)
+        return
+    wire.setblocking(False)
+    if len(told) >= _STRANGERS + ends.size:
+        oldest = next(iter(told))
+        del told[oldest]
+        selector.unregister(oldest)
+        oldest.close()
+    told[wire] = b""
+    selector.register(wire, selectors.EVENT_READ)
+
+
+def _heard(wire: socket.socket, told: dict[socket.socket, bytes]) -> bool:
+    """Take what one says; whether it has said all, or hung up."""
+    more = b""
+    with suppress(OSError):
+        more = wire.recv(HELLO.size - len(told[wire]))
+    told[wire] += more
+    return not more or len(told[wire]) == HELLO.size
+
+
+def _known(word: bytes, token: bytes, ends: Ends, wires: Mapping[int, socket.socket]) -> int | None:
+    """The number of a peer that knows the token; None for a stranger."""
+    number, shown = HELLO.unpack(word) if len(word) == HELLO.size else (-1, b"")
+    if hmac.compare_digest(shown, token) and number in ends.peers and number not in wires:
+        return int(number)
+    return None

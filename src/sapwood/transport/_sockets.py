@@ -6,11 +6,12 @@ own: which ones are the link's is told by where its members listen, not by when 
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+
+from sapwood.runtime.links import twin
 
 __all__ = ["Address", "cut", "listeners"]
 
@@ -42,7 +43,7 @@ def _tcp() -> Iterator[socket.socket]:
         with suppress(OSError):
             if not str(entry.readlink()).startswith("socket:"):
                 continue
-            with closing(socket.socket(fileno=os.dup(int(entry.name)))) as one:
+            with closing(twin(int(entry.name))) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6) and (
                     one.type == socket.SOCK_STREAM
                 ):

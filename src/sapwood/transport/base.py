@@ -31,14 +31,21 @@ class Ends:
     """This process's number: donors are 0 .. donors - 1, receivers follow."""
     donors: int
     hosts: tuple[str, ...]
-    """The host of each process, by number; equal names are one machine."""
+    """The address of each process, by number: under which the others reach it."""
     timeout: float
     """Seconds to wait for the others when a link is opened."""
+    machines: tuple[str, ...] = ()
+    """The machine of each process, by number; without them, equal hosts are one machine."""
 
     @property
     def size(self) -> int:
         """How many meet."""
         return len(self.hosts)
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all processes share memory, abstract sockets and loopback."""
+        return len(set(self.machines or self.hosts)) == 1
 
     @property
     def peers(self) -> range:

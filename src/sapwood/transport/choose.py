@@ -9,7 +9,6 @@ import torch
 
 from sapwood.errors import ConfigError
 from sapwood.runtime.stores import Store
-from sapwood.transport._meet import one_host
 from sapwood.transport.base import Ends, Link
 from sapwood.transport.device import StagedLink, one_gpu_each
 
@@ -19,23 +18,23 @@ Kind = Literal["auto", "gloo", "memory", "mpi", "mooncake", "nccl"]
 KINDS: tuple[Kind, ...] = ("auto", "gloo", "memory", "mpi", "mooncake", "nccl")
 
 
-def resolve(kind: str, hosts: Sequence[str], devices: Sequence[str] = ()) -> str:
+def resolve(kind: str, machines: Sequence[str], devices: Sequence[str] = ()) -> str:
     """What ``kind`` means between these processes.
 
     For "auto": NCCL where each has a GPU to itself, memory on one machine, else gloo.
 
     Args:
         kind: One of ``KINDS``.
-        hosts: The host of each process.
+        machines: The machine of each process.
         devices: Where its tensors are ("cpu", "cuda:1", ...); none: all in CPU memory.
     """
     if kind not in KINDS:
         raise ConfigError(f"transport={kind!r}, but it is one of {', '.join(KINDS)}")
     if kind != "auto":
         return kind
-    if _has_nccl() and one_gpu_each(hosts, devices):
+    if _has_nccl() and one_gpu_each(machines, devices):
         return "nccl"
-    return "memory" if one_host(hosts) else "gloo"
+    return "memory" if len(set(machines)) == 1 else "gloo"
 
 
 def open_link(kind: str, store: Store, ends: Ends, *, devices: Sequence[str] = ()) -> Link:
@@ -51,7 +50,7 @@ def open_link(kind: str, store: Store, ends: Ends, *, devices: Sequence[str] = (
         TransportError: Not all came in time.
         ConfigError: There is no such transport, or it does not work here; what to do.
     """
-    chosen = resolve(kind, ends.hosts, devices)
+    chosen = resolve(kind, ends.machines or ends.hosts, devices)
     link = _opener(chosen)(store, ends)
     direct = chosen == "nccl" or all(torch.device(one).type == "cpu" for one in devices)
     return link if direct else StagedLink(link)

@@ -21,7 +21,7 @@ from sapwood.errors import ConfigError, TransportError
 from sapwood.runtime.stores import PrefixStore, Store
 from sapwood.transport import _sockets
 from sapwood.transport._control import Control, meet
-from sapwood.transport._meet import Deadline, late, one_host
+from sapwood.transport._meet import Deadline, late
 from sapwood.transport.base import Ends
 
 __all__ = ["GlooLink", "open_gloo"]
@@ -210,11 +210,10 @@ def _candidates(ends: Ends) -> Iterator[dict[str, str]]:
     if name:
         # gloo takes a list for several connections; one is enough here.
         yield {"interface": name.split(",")[0]}
-    elif one_host(ends.hosts):
+    elif ends.one_machine:
         yield {"interface": "lo"}
     else:
         yield {"hostname": ends.hosts[ends.me]}
-        yield {"hostname": os.uname().nodename}
 
 
 def _first_line(error: object) -> str:

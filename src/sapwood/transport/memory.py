@@ -17,7 +17,7 @@ import socket
 from sapwood.errors import ConfigError, TransportError
 from sapwood.runtime.peer import peer_process
 from sapwood.runtime.stores import Store
-from sapwood.transport._meet import HELLO, Deadline, accept, exchange, late, one_host
+from sapwood.transport._meet import BACKLOG, HELLO, Deadline, accept, exchange, late
 from sapwood.transport._pump import Pump, PumpLink
 from sapwood.transport._reads import Permission, probe
 from sapwood.transport._ring import Ring, RingError
@@ -31,7 +31,7 @@ def open_memory(store: Store, ends: Ends, *, reads: bool = True) -> PumpLink:
 
     Without ``reads`` no process reads another's memory; each says so for its own.
     """
-    if not one_host(ends.hosts):
+    if not ends.one_machine:
         raise ConfigError(
             f"transport 'memory' is for one machine, but the processes are on "
             f"{', '.join(sorted(set(ends.hosts)))}; use 'gloo' or 'auto'"
@@ -44,7 +44,7 @@ def open_memory(store: Store, ends: Ends, *, reads: bool = True) -> PumpLink:
     permission = Permission()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # the kernel chooses an abstract name
-        listener.listen(ends.size)
+        listener.listen(BACKLOG)
         mine = [listener.getsockname().hex(), token.hex()]
         met = exchange("memory", store, ends, mine, deadline)
         try:

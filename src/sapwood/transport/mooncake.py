@@ -19,7 +19,7 @@ from sapwood.errors import ConfigError, TransportError
 from sapwood.runtime.stores import Store
 from sapwood.transport import _sockets
 from sapwood.transport._control import Control, Packet, meet
-from sapwood.transport._meet import Deadline, one_host
+from sapwood.transport._meet import Deadline
 from sapwood.transport._message import Message
 from sapwood.transport.base import Ends
 
@@ -194,7 +194,7 @@ def _engine(ends: Ends) -> tuple[Any, str]:
             f"transport 'mooncake' cannot be loaded: {error}; install sapwood[mooncake], and the "
             "system's libibverbs1, libnl-3-200 and libnl-route-3-200 (Debian's names)"
         ) from error
-    host = "127.0.0.1" if one_host(ends.hosts) else ends.hosts[ends.me]
+    host = "127.0.0.1" if ends.one_machine else ends.hosts[ends.me]
     protocol, devices = _protocol()
     with _MAKING:
         before = set(_sockets.listeners())

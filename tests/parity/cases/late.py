@@ -19,6 +19,30 @@ from torch.utils.checkpoint import checkpoint
 from tests.parity.harness import Case, Trainer, batch, loss_of, pause, sgd
 
 
+class Aliased(nn.Module):
+    """Reads ``late.weight`` through an alias that was made before, of which autograd knows not."""
+
+    def __init__(self, alias: Callable[[Aliased, Tensor], None]) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.late = nn.Linear(16, 16, bias=False)
+        self.head = nn.Linear(16, 4)
+        alias(self, self.late.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) @ self.alias
+        x = pause(torch.tanh(x), lambda: self.alias)  # not the weight: that would be noticed
+        return self.head(torch.tanh(self.late(x)))
+
+
+ALIASES: dict[str, Callable[[Aliased, Tensor], None]] = {
+    "buffer": lambda m, w: m.register_buffer("alias", w.data, persistent=False),
+    "frozen parameter": lambda m, w: setattr(m, "alias", nn.Parameter(w.data, False)),
+    "attribute": lambda m, w: setattr(m, "alias", w.data.t()),
+    "numpy": lambda m, w: setattr(m, "alias", torch.from_numpy(w.detach().numpy())),
+}
+
+
 class Late(nn.Module):
     """``read`` uses ``late.weight`` in front of the layer that trains it."""
 
@@ -194,6 +218,15 @@ CASES |= {
     "flat storage": Case(build=partial(flat, detach), optimizer=fused),
     "outside the root's forward": Case(build=Gain, optimizer=fused, step=parts_step, by_hand=True),
 }
+CASES |= {
+    f"aliased as {name}": Case(build=partial(Aliased, alias)) for name, alias in ALIASES.items()
+}
+CASES["two parameters, one memory"] = Case(
+    build=partial(Aliased, lambda m, w: setattr(m, "alias", nn.Parameter(w.data))),
+    refused=dict.fromkeys(
+        ("layerwise", "deferred", "ddp"), "alias.*late.weight|late.weight.*alias"
+    ),
+)
 CASES |= {
     f"{name} from step 4 on": Case(
         build=partial(Late, READS[name], begins=3), optimizer=fused, steps=6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import resource
 import socket
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import sapwood
-from sapwood.buffers import Arena
+from sapwood.buffers import Arena, mapping
 from sapwood.errors import ConfigError
 from sapwood.runtime import machines
 from sapwood.runtime.group import Group
@@ -71,7 +70,7 @@ def unmappable() -> Iterator[None]:
     attach = Arena.attach
 
     def attach_nothing(fd: int) -> Arena:
-        with replaced(mmap, "mmap", refuse):
+        with replaced(mapping, "_map_at", refuse):
             return attach(fd)
 
     with replaced(Arena, "attach", attach_nothing):

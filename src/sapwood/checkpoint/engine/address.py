@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sapwood.runtime.regular import open_regular
+from sapwood.regular import open_regular
 from sapwood.runtime.textfile import replace_text
 from sapwood.tiers.spec import NodeMap, TierSpec
 

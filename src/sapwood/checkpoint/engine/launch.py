@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sapwood.checkpoint.engine.address import Address
 from sapwood.errors import CheckpointError
-from sapwood.runtime.regular import open_regular, read_regular
+from sapwood.regular import open_regular, read_regular
 
 __all__ = ["launch"]
 

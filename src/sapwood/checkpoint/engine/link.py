@@ -93,7 +93,9 @@ class Link:
     def close(self) -> None:
         """End the conversation and the thread."""
         self.wire.shut()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is None:  # which would do it
+            self.wire.close()
+        elif self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
     def release(self) -> None:

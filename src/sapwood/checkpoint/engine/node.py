@@ -183,12 +183,19 @@ class NodeEngine:
         with self._state:
             freed = [number for number in self._busy if number not in busy]
             gone = [shard for shard in self._open if shard not in under_way]
+            lent = [(n, a) for n, a in self._arenas.items() if n not in busy]
+        try:
+            for number, arena in lent:
+                link.wire.send({"op": "lend", "arena": number}, [arena.fd])
+        except BaseException:
+            link.close()
+            link.release()
+            raise
+        with self._state:
+            # Not before all was said: of what is this link's, its own end must tell.
             self._busy.update(dict.fromkeys(self._busy.keys() & busy, link))
             for shard in self._open.keys() & under_way:
                 self._open[shard] = (link, self._open[shard][1])
-            lent = [(n, a) for n, a in self._arenas.items() if n not in busy]
-        for number, arena in lent:
-            link.wire.send({"op": "lend", "arena": number}, [arena.fd])
         self._link = link
         link.start(self._heard, self._lost)
         self._settle(freed, gone, "the engine that had it was lost; it may be there nevertheless")

@@ -322,6 +322,11 @@ class Pipeline:
         assert load.record is not None
         memory = np.zeros(load.record.nbytes, np.uint8)
         with closing(load.on_disk.open(Stored(load.job.id, load.job.rank))) as shard:
+            if shard.record.ranges != load.record.ranges:
+                raise CheckpointError(
+                    f"another shard {load.job.rank} of {load.job.id} than was put there lies in "
+                    f"tier {load.on_disk.name}, from where it was to go on"
+                )
             for part in shard.record.ranges:
                 read_range(shard, part, memory[part.at : part.at + part.nbytes])
         return memory

@@ -33,6 +33,9 @@ _HELLO_TIMEOUT, _HELLO_BYTES = 10.0, 4 * 2**20
 _SEND_TIMEOUT = 10.0
 _FIRST_CONTACT = 30.0
 _TICK = 0.5
+_PAUSE = 0.05
+_QUIET = 10.0
+"""Seconds between two warnings of connections that were refused at once."""
 _SILENCE = 600.0
 """Seconds one operation at a tier may take; after that the tier is taken to be gone."""
 _TOKEN_TIMEOUT = 5.0
@@ -60,6 +63,7 @@ class Server:
         self._ending = threading.Event()
         self._yields = False
         self._places_gone = False
+        self._silent_until = 0.0
 
     def serve(self) -> None:
         """Run until there is nothing more to do."""
@@ -131,13 +135,29 @@ class Server:
     # -- one thread per rank -----------------------------------------------------------------
 
     def _accept(self) -> None:
+        wire: Wire | None = None
         try:
             sock, _ = self._listener.accept()
-        except OSError as error:
-            log.warning("a rank could not connect: %s", error)
-            return
-        wire = Wire(sock, send_timeout=_SEND_TIMEOUT)
-        threading.Thread(target=self._attend, args=(wire,), daemon=True).start()
+            wire = Wire(sock, send_timeout=_SEND_TIMEOUT)
+            self._check_user(wire)  # before it costs a thread
+            threading.Thread(target=self._attend, args=(wire,), daemon=True).start()
+        except (OSError, RuntimeError, WireError) as error:
+            if wire is not None:
+                wire.close()
+            self._warn(f"a connection is refused: {error}")
+            if not isinstance(error, WireError):
+                time.sleep(_PAUSE)  # out of descriptors or threads, which passes
+
+    def _check_user(self, wire: Wire) -> None:
+        pid, uid = wire.peer
+        if uid != os.getuid():
+            raise WireError(f"process {pid} is of user {uid}, this engine of {os.getuid()}")
+
+    def _warn(self, what: str) -> None:
+        """Say it, but let nobody fill the log."""
+        if time.monotonic() >= self._silent_until:
+            self._silent_until = time.monotonic() + _QUIET
+            log.warning("%s", what)
 
     def _attend(self, wire: Wire) -> None:
         session: Session | None = None
@@ -172,9 +192,8 @@ class Server:
 
     def _admit(self, wire: Wire) -> Session:
         """The session of whoever says hello, if it may."""
-        pid, uid = wire.peer
-        if uid != os.getuid():
-            raise WireError(f"process {pid} is of user {uid}, this engine of {os.getuid()}")
+        self._check_user(wire)
+        pid, _ = wire.peer
         wire.patience(_HELLO_TIMEOUT)
         hello, fds = wire.receive(_HELLO_BYTES)
         for fd in fds:

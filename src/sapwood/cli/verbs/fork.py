@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from sapwood.cli.values import Whole
-from sapwood.errors import ConfigError
+from sapwood.errors import CloneError, ConfigError
 
 if TYPE_CHECKING:
-    from sapwood.clone.door import Address
+    from sapwood.clone.address import Address
     from sapwood.clone.order import ForkOrder
 
 __all__ = ["fork"]
@@ -73,7 +73,7 @@ def fork(
         folder: The folder that holds the run folders.
     """
     from sapwood.cli.folders import CLONES, find_run
-    from sapwood.clone.door import Address
+    from sapwood.clone.address import Address
     from sapwood.clone.order import ForkOrder, parse_overrides
     from sapwood.clone.overrides import check_overrides
 
@@ -89,7 +89,8 @@ def fork(
     check_overrides(overrides)
     variants = _variants(overrides, parse_overrides(vary, "--vary"), control=control)
     address = Address.read(find_run(run, folder, need=CLONES))
-    address.token()  # whoever cannot read it need not start
+    address.token()  # whoever cannot read it, or is on another machine, need not start
+    address.check_reach()
     orders = [
         ForkOrder(
             address=address,
@@ -123,10 +124,16 @@ def _start(order: ForkOrder, words: list[str], ranks: int | None) -> int:
 
 def _go(address: Address) -> int:
     from sapwood.cli.output import console
-    from sapwood.clone.door import ask
+    from sapwood.clone.listener import ask
 
     count = ask(address, {"op": "go"})["started"]
-    console().print(f"{count} groups that stood by begin" if count else "nobody stands by")
+    if not count:
+        raise CloneError(
+            "no clones stand by, so none begins; start some with --standby, and wait until they "
+            "are ready"
+        )
+    what = "1 group that stood by begins" if count == 1 else f"{count} groups that stood by begin"
+    console().print(what)
     return 0
 
 

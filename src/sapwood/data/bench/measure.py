@@ -14,6 +14,7 @@ from time import perf_counter
 
 from sapwood.data import memory
 from sapwood.data.bench.ways import Disk, Reader, Way, peer
+from sapwood.data.check import require_number
 from sapwood.data.engines import Policy
 from sapwood.data.index import Index
 from sapwood.data.order.spec import Shuffle
@@ -119,7 +120,7 @@ def bench(
 
 
 def _check(policies: Sequence[Policy], seconds: float) -> None:
-    if seconds <= 0:
+    if require_number("seconds", seconds) <= 0:
         raise ConfigError(f"seconds={seconds:g}: expected more than 0")
     for policy in policies:
         if policy not in POLICIES:

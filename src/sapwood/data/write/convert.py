@@ -64,8 +64,8 @@ def convert(
         columns: Which endings of a tar file's members, or which tensors; all if none is given.
         suffixes: Which files of a folder are records; images if none are given.
         whole: Each array is one record, and not each of its rows.
-        shuffle: A seed: records are written in an order drawn from it. An image folder is in the
-            order of its classes otherwise, which only a global shuffle takes apart again.
+        shuffle: A seed, 0 or more: records are written in an order drawn from it. An image folder
+            is in the order of its classes otherwise, which only a global shuffle takes apart again.
         force: Replace a file that is there.
         phase: Told what is being done, and how far it is.
 
@@ -78,7 +78,7 @@ def convert(
     target = Path(require_path("dest", dest))
     _check_columns(columns)
     optional_strs("suffixes", suffixes)
-    optional_int("shuffle", shuffle)
+    optional_int("shuffle", shuffle, least=0)
     require_bool("whole", whole)
     require_bool("force", force)
     require_callable("phase", phase)

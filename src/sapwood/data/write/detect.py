@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from sapwood.data.write.base import KINDS, Kind, Source
 from sapwood.data.write.folder import IMAGES, Folder
 from sapwood.data.write.table import Column, Table, Whole
 from sapwood.errors import ConfigError, DataError
+from sapwood.regular import open_regular
 
 __all__ = ["open_source"]
 
@@ -47,6 +49,8 @@ def open_source(
             raise ConfigError(f"{path} is a file; kind 'folder' expects a folder of images")
         return Folder(path, suffixes=suffixes or IMAGES, shuffle=shuffle)
     files = _files(path, kind)
+    for file in files:
+        _check_regular(file)
     if kind == "tar":
         return tar.Tar(files, columns=columns)
     read = [(file, _read(file, kind, columns)) for file in files]
@@ -91,6 +95,14 @@ def _files(path: Path, kind: Kind) -> list[Path]:
     if not found:
         raise ConfigError(f"{path}: no files in it that end in {', '.join(_ENDINGS[kind])}")
     return found
+
+
+def _check_regular(file: Path) -> None:
+    """Refuse a FIFO or a device: who opens one as a file waits for its other side."""
+    try:
+        os.close(open_regular(file))
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
 def _read(file: Path, kind: Kind, columns: Sequence[str] | None) -> list[Column]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sapwood.errors import ConfigError, DataError
-from sapwood.tiers.files import Files, draft_of
+from sapwood.storage.files import Files, draft_of
 
 __all__ = ["cannot_write", "drafted"]
 

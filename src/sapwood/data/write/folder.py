@@ -12,6 +12,7 @@ import numpy as np
 
 from sapwood.data.write.base import LABELS, MAIN, NAMES, Kind, Sample
 from sapwood.errors import ConfigError, DataError
+from sapwood.regular import read_regular
 
 __all__ = ["IMAGES", "Folder"]
 
@@ -65,7 +66,7 @@ class Folder:
     def _read(self, name: bytes) -> bytes:
         path = self._root / os.fsdecode(name)
         try:
-            return path.read_bytes()
+            return read_regular(path)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 

@@ -23,7 +23,7 @@ from torch.futures import Future
 from sapwood.errors import CheckpointError, MismatchError
 from sapwood.integrations.dcp import saves
 from sapwood.integrations.dcp.manifest import Item, Manifest, cuts
-from sapwood.runtime.regular import open_regular, read_regular
+from sapwood.regular import open_regular, read_regular
 from sapwood.tiers.digest import matches
 
 __all__ = ["SapwoodReader"]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sapwood.errors import ConfigError
-from sapwood.tiers.files import Files
+from sapwood.storage.files import Files
 
 __all__ = [
     "INCOMING",

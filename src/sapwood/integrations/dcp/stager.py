@@ -102,7 +102,11 @@ class SapwoodStager(AsyncStager):
         if arena is None or arena.nbytes < nbytes:
             if arena is not None:
                 arena.close()
-            arena = Arena(nbytes, label="dcp")
+            try:
+                arena = Arena(nbytes, label="dcp")
+            except BaseException:
+                self._free.put(None)  # the next save may find the memory
+                raise
         return arena
 
 

@@ -24,8 +24,8 @@ from torch.futures import Future
 from sapwood.errors import CheckpointError, ConfigError, TierError
 from sapwood.integrations.dcp import saves
 from sapwood.integrations.dcp.manifest import Item, Manifest, cuts
+from sapwood.storage.files import Files, FileWriter
 from sapwood.tiers.digest import digest
-from sapwood.tiers.files import Files, FileWriter
 
 __all__ = ["SapwoodWriter"]
 

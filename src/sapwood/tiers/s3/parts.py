@@ -8,7 +8,7 @@ sent; a gathered part that is still too short takes the beginning of the long ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from sapwood.errors import CheckpointError
@@ -119,8 +119,3 @@ def _uneven(layout: FileLayout, start: int, end: int) -> CheckpointError:
     what = "are in no shard" if start > end else "are in two shards"
     low, high = sorted((start, end))
     return CheckpointError(f"bytes {low} to {high} of {layout.filename} {what}")
-
-
-def sent_bytes(parts: Sequence[Part]) -> int:
-    """Bytes that cannot be copied by the server."""
-    return sum(part.nbytes for part in parts if not part.copied)

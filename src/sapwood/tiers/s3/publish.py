@@ -15,15 +15,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from sapwood.errors import CheckpointError, TierError
+from sapwood.errors import CheckpointError, StorageError, TierError
 from sapwood.state.catalog import FileLayout
+from sapwood.storage.s3.multipart import CopyPart, DataPart, Multipart, UploadGoneError
+from sapwood.storage.s3.objects import Objects
 from sapwood.tiers.base import Stored
 from sapwood.tiers.digest import matches
 from sapwood.tiers.manifest import Manifest, join
 from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 from sapwood.tiers.s3.manifests import manifest_name, read_manifest
-from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart, UploadGoneError
-from sapwood.tiers.s3.objects import Objects
 from sapwood.tiers.s3.parts import HEADER, Part, Run, plan_parts
 from sapwood.tiers.s3.shard import data_name
 from sapwood.tiers.s3.upload import upload
@@ -87,7 +87,7 @@ class Publisher:
         """Make the files, then the manifest; it is no error if they are there.
 
         Raises:
-            TierError: it could not be done now.
+            TierError, StorageError: it could not be done now.
             CheckpointError: the shards do not belong together.
         """
         contents = {rank: self._content(id, rank, mine) for rank in range(world)}
@@ -99,7 +99,7 @@ class Publisher:
         try:
             for layout in first.catalog.layouts.values():
                 self._assemble(id, layout, sources)
-        except TierError as error:
+        except (TierError, StorageError) as error:
             # By another engine, which has taken our uploads or the shards away?
             if self.published(id) and (isinstance(error, UploadGoneError) or not again):
                 return

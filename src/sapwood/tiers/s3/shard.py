@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sapwood.errors import CheckpointError, TierError
+from sapwood.errors import CheckpointError, StorageError
+from sapwood.storage.s3.objects import Objects
 from sapwood.tiers.record import EXTRAS, Range, ShardRecord
-from sapwood.tiers.s3.objects import Objects
 
 __all__ = ["S3Shard", "data_name", "extras_name", "file_place"]
 
@@ -99,7 +99,7 @@ class S3Shard:
             wanted = [(s.start, memoryview(bytearray(s.stop - s.start))) for s in mine]
             try:
                 self._objects.read_all(name, wanted, coalesce=0)
-            except (TierError, ValueError) as error:
+            except (StorageError, ValueError) as error:
                 raise CheckpointError(f"cannot read {name}: {error}") from error
             for span, (_, block) in zip(mine, wanted, strict=True):
                 for at, offset, nbytes in span.held:

@@ -33,17 +33,18 @@ from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
-from sapwood.errors import CheckpointError, TierError
+from sapwood.errors import CheckpointError, StorageError, TierError
+from sapwood.storage.s3.multipart import Multipart, UploadGoneError
+from sapwood.storage.s3.objects import Entry, Objects
+from sapwood.storage.s3.place import S3Place
+from sapwood.storage.s3.sigv4 import Credentials
 from sapwood.tiers.base import Stored
 from sapwood.tiers.leftovers import Stale
 from sapwood.tiers.record import CheckpointId, ShardRecord
+from sapwood.tiers.room import as_tier_errors
 from sapwood.tiers.s3.manifests import manifest_name
-from sapwood.tiers.s3.multipart import Multipart, UploadGoneError
-from sapwood.tiers.s3.objects import Entry, Objects
-from sapwood.tiers.s3.place import S3Place
 from sapwood.tiers.s3.publish import Publisher, Source, record_name, stored_in
 from sapwood.tiers.s3.shard import S3Shard, data_name, extras_name
-from sapwood.tiers.s3.sigv4 import Credentials
 from sapwood.tiers.s3.upload import upload_bytes
 
 __all__ = ["S3Tier"]
@@ -92,6 +93,7 @@ class S3Tier:
         self._lock = threading.Lock()
         self._safe: set[Stored] = set()
 
+    @as_tier_errors()
     def put(self, record: ShardRecord, data: Any) -> None:
         """Put the bytes, then the record; if that was the last one, publish the checkpoint."""
         stored = Stored(record.id, record.rank)
@@ -110,6 +112,7 @@ class S3Tier:
         with self._lock:
             self._safe.discard(stored)
 
+    @as_tier_errors()
     def publish(self, id: CheckpointId) -> bool:
         """Make a checkpoint's files and manifest, whoever claimed that; False if shards lack.
 
@@ -121,12 +124,13 @@ class S3Tier:
         """
         world = self._whole(id)
         if world:
-            again = self._publisher.published(id)
+            made = self._made(id, world)
             self._publisher.publish(id, world)
-            if again:
+            if made:
                 self._publisher.verify(id, world)
         return world > 0
 
+    @as_tier_errors()
     def verify_files(self, id: CheckpointId) -> int:
         """Compare the published files with the shards' checksums; bytes read.
 
@@ -138,10 +142,12 @@ class S3Tier:
             raise CheckpointError(f"checkpoint {id} is not whole in {self.place}")
         return self._publisher.verify(id, world)
 
+    @as_tier_errors()
     def shards(self) -> Sequence[Stored]:
         """Every shard whose record is there."""
         return stored_in(self._objects.names())
 
+    @as_tier_errors()
     def record(self, stored: Stored) -> ShardRecord:
         """A shard's record, whatever has become of its bytes.
 
@@ -154,6 +160,7 @@ class S3Tier:
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no {self.place}/{name}") from error
 
+    @as_tier_errors()
     def open(self, stored: Stored) -> S3Shard:
         """Read a shard's record, and see that its bytes are there."""
         record = self.record(stored)
@@ -162,16 +169,28 @@ class S3Tier:
             self._check_size(name, self._objects.size(name), record.extras_bytes)
         data, expected = data_name(record), record.shard.nbytes
         size = self._objects.size(data) if expected else 0
-        if size is None and self._publisher.published(stored.id):
+        if size is None and (self._publisher.published(stored.id) or self._in_files(record)):
             return S3Shard(self._objects, record, published=True)
         self._check_size(data, size, expected)
         return S3Shard(self._objects, record, published=False)
+
+    def _in_files(self, record: ShardRecord) -> bool:
+        """Whether the files are there without a manifest, which somebody has removed.
+
+        Shards go only when there is one, and what is read is compared with the record's checksums.
+        """
+        layouts = record.catalog.layouts.values()
+        return all(
+            self._objects.size(f"{record.id.folder}/{layout.filename}") == layout.size
+            for layout in layouts
+        )
 
     def _check_size(self, name: str, size: int | None, expected: int) -> None:
         if size != expected:
             what = "is missing" if size is None else f"has {size} bytes"
             raise CheckpointError(f"{self.place}/{name} {what}, its record says {expected}")
 
+    @as_tier_errors()
     def drop(self, id: CheckpointId) -> None:
         """Take the records away first: a crash on the way leaves no shard that seems whole."""
         names = self._objects.names(id.folder)
@@ -182,6 +201,7 @@ class S3Tier:
         self._publisher.abort_uploads(id)
         self._objects.delete([n for n in names if n not in {*records, *manifest}])
 
+    @as_tier_errors()
     def sweep(self, older: float = 86400.0) -> int:
         """Abort uploads that were begun so many seconds ago, of whatever died; how many."""
         stale = [one for one in self._multipart.open_uploads() if _age(one.started) >= older]
@@ -190,6 +210,7 @@ class S3Tier:
             self._multipart.abort(one.name, one.upload)
         return len(ours)
 
+    @as_tier_errors()
     def clear(self, stale: Stale) -> list[CheckpointId]:
         """Remove what killed runs left unfinished, and shards that are in files by now.
 
@@ -242,6 +263,14 @@ class S3Tier:
         except CheckpointError:
             return False
 
+    def _made(self, id: CheckpointId, world: int) -> bool:
+        """Whether the files were made before: some of their bytes may be nowhere else."""
+        if self._publisher.published(id):
+            return True
+        names = set(self._objects.names(id.folder))
+        records = (self.record(Stored(id, rank)) for rank in range(world))
+        return any(r.shard.nbytes and data_name(r) not in names for r in records)
+
     def _publish_last(self, record: ShardRecord, memory: memoryview) -> None:
         id = record.id
         try:
@@ -253,7 +282,7 @@ class S3Tier:
             if not self._publisher.claim(id, record.rank):
                 return
             self._publisher.publish(id, record.world, Source(record, memory))
-        except TierError as error:
+        except (TierError, StorageError) as error:
             raise TierError(f"checkpoint {id} is whole, but its files are not: {error}") from error
         self._take_over(id)
 
@@ -269,7 +298,7 @@ class S3Tier:
                     continue
                 if self.publish(other):
                     log.info("the files of checkpoint %s were made for one that died", other)
-        except (TierError, CheckpointError, ValueError) as error:
+        except (TierError, StorageError, CheckpointError, ValueError) as error:
             log.warning("%s: files that others left unmade stay so: %s", self.place, error)
 
 

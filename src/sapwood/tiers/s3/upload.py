@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from sapwood.errors import TierError
-from sapwood.tiers.s3.multipart import CopyPart, DataPart, Multipart
-from sapwood.tiers.s3.objects import Objects
+from sapwood.errors import StorageError
+from sapwood.storage.s3.multipart import CopyPart, DataPart, Multipart
+from sapwood.storage.s3.objects import Objects
 
 __all__ = ["PART", "upload", "upload_bytes"]
 
@@ -33,7 +33,7 @@ def upload(multipart: Multipart, name: str, parts: Sequence[DataPart | CopyPart]
     """Make an object of parts; if that fails, nothing of it stays.
 
     Raises:
-        TierError: it could not be done now.
+        StorageError: it could not be done now.
     """
     id = multipart.begin(name)
     try:
@@ -59,5 +59,5 @@ def _send_all(
 def _abort(multipart: Multipart, name: str, id: str) -> None:
     try:
         multipart.abort(name, id)
-    except TierError as error:
+    except StorageError as error:
         log.warning("%s: an upload could not be aborted, drop will: %s", name, error)

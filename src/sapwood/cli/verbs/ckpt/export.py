@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,8 @@ from sapwood.cli.verbs.ckpt.survey import find_one
 from sapwood.cli.words import progress, size
 from sapwood.errors import ConfigError, TierError
 from sapwood.state.catalog import Entry, FileLayout
-from sapwood.tiers.files import Files
+from sapwood.storage.files import Files
+from sapwood.storage.newfile import new_file
 
 __all__ = ["export"]
 
@@ -70,20 +70,11 @@ def export(
 
 @contextmanager
 def _draft(out: Path) -> Iterator[Path]:
-    """A name to write to first; the file gets its own when it is complete and on the device."""
-    files = Files()
-    draft = out.with_name(f".{out.name}.draft-{os.getpid()}")
     try:
-        yield draft
-        with files.share(draft) as writer:
-            writer.sync()
-        os.link(draft, out)  # unlike a rename, it fails if somebody made the file meanwhile
-        files.sync_folder(out.parent)
+        with new_file(out) as draft:
+            yield draft
     except OSError as error:
         raise TierError(f"cannot write {out}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            draft.unlink()
 
 
 def _write_safetensors(
@@ -132,16 +123,31 @@ def _write_torch(
             owner, _, part = entry.name.rpartition("/")
             state.setdefault(owner, {})[part] = tensor
         advance(entry.nbytes)
-    torch.save(_with_optimizer(model, state, content) if with_optimizer else model, draft)
+    model |= _extra_state(content)
+    # Given a path, torch opens it itself and raises RuntimeError where that fails.
+    with draft.open("xb") as file:
+        torch.save(_with_optimizer(model, state, content) if with_optimizer else model, file)
+
+
+def _extra_state(content: Content) -> dict[str, Any]:
+    """What modules keep beside tensors, as a state dict has it."""
+    from sapwood.state.modules import EXTRA_STATE
+    from sapwood.state.plain import from_plain
+
+    saved = from_plain(content.extras().get("shared", {}).get(EXTRA_STATE, {}))
+    return {f"{name}._extra_state".lstrip("."): value for name, value in saved.items()}
 
 
 def _with_optimizer(
     model: dict[str, Any], state: dict[str, dict[str, Any]], content: Content
 ) -> dict[str, Any]:
+    from sapwood.state.optimizers import COMMON
     from sapwood.state.plain import from_plain
 
     extras: Mapping[str, Any] = content.extras()
-    for owner, values in from_plain(extras.get("optimizer", {})).items():
+    plain = from_plain(extras.get("optimizer", {}))
+    state.update(plain.pop(COMMON, {}))  # of no parameter: beside them, as in a state dict
+    for owner, values in plain.items():
         state.setdefault(owner, {}).update(values)
     groups = from_plain(extras.get("groups", []))
     return {

@@ -9,10 +9,10 @@ from sapwood.cli.verbs.ckpt.places import Place
 from sapwood.cli.verbs.ckpt.survey import Copy
 from sapwood.cli.verbs.ckpt.verify import check_copy
 from sapwood.errors import CheckpointError, TierError
+from sapwood.storage.files import Files
 from sapwood.tiers.assembly import extras_name
 from sapwood.tiers.base import Stored, StoredShard, read_range
 from sapwood.tiers.external import ExternalTier
-from sapwood.tiers.files import Files
 from sapwood.tiers.record import CheckpointId, Range
 
 __all__ = ["is_sound", "mend"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from sapwood.cli.verbs.ckpt.places import Place
 from sapwood.errors import SapwoodError, TierError
-from sapwood.runtime.regular import open_regular
+from sapwood.regular import open_regular
 from sapwood.state.catalog import Catalog, FileLayout
-from sapwood.tiers.files import Files
+from sapwood.storage.files import Files
 from sapwood.tiers.record import CheckpointId
 
 __all__ = ["damaged_headers", "problem_of", "rewrite_header"]

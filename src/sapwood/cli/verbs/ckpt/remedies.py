@@ -14,8 +14,8 @@ from sapwood.cli.verbs.ckpt.published import damaged_headers, problem_of, rewrit
 from sapwood.cli.verbs.ckpt.survey import Checkpoint, Copy, Leftover
 from sapwood.cli.words import age
 from sapwood.runtime.durations import show_seconds
+from sapwood.storage.files import Files
 from sapwood.tiers.external import ExternalTier
-from sapwood.tiers.files import Files
 from sapwood.tiers.record import CheckpointId
 
 __all__ = ["Remedies", "Step"]

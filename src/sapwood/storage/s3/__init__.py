@@ -1,0 +1,1 @@
+"""Objects in any store that speaks S3."""

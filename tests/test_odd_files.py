@@ -1,0 +1,101 @@
+"""FIFOs and devices where a run, trace, fork or data set has a file: named, never waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+import sapwood
+from sapwood import trace
+from sapwood.cli.folders import read_run
+from sapwood.clone.address import Address
+from sapwood.data import convert
+from sapwood.errors import CloneError, SapwoodError, TraceError
+from sapwood.trace.read import read_trace
+from tests.data import sources
+
+SECONDS = 20
+Odd = Callable[[Path], None]
+
+
+def fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+ODD = pytest.mark.parametrize("odd", [fifo, device])
+SAID = r"is a (FIFO|character device)"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting() -> Iterator[None]:
+    """Whoever waits for a FIFO fails, and not the whole test run."""
+
+    def late(_: int, __: FrameType | None) -> None:
+        raise AssertionError(f"something was waited for {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@ODD
+@pytest.mark.parametrize("name", ["run.toml", "status.json"])
+def test_a_run_s_folder_is_damaged(odd: Odd, name: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with sapwood.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path) as run:
+        folder = run.folder
+    assert read_run(folder).state != "damaged"
+    odd(folder / name)
+    found = read_run(folder)
+    assert found.state == "damaged"
+    assert "expected a regular file" in found.detail
+
+
+@ODD
+def test_a_trace(odd: Odd, tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    odd(path)
+    with pytest.raises(TraceError, match=SAID):
+        trace.open_trace(path, rank=0, world=1, run_id="r")
+    with pytest.raises(TraceError, match=SAID):
+        read_trace(tmp_path)
+
+
+@ODD
+@pytest.mark.parametrize("name", ["address", "token"])
+def test_what_a_fork_begins_with(odd: Odd, name: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with sapwood.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path) as run:
+        run.allow_clones()
+        assert Address.read(run.folder).token()
+        odd(run.folder / name)
+        with pytest.raises(CloneError, match=SAID):
+            Address.read(run.folder).token()
+
+
+@ODD
+def test_data_to_convert(odd: Odd, tmp_path: Path) -> None:
+    sources.images(tmp_path / "in", {"cat": 2})
+    odd(tmp_path / "in" / "cat" / "another.png")
+    with pytest.raises(SapwoodError, match=SAID):
+        convert(tmp_path / "in", tmp_path / "a.mdb")
+    for name in ("a.safetensors", "a.npy", "a.tar", "a.tar.gz", "tars/a.tar"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        odd(tmp_path / name)
+        with pytest.raises(SapwoodError, match=rf"{name}.*{SAID}"):
+            convert(tmp_path / name.partition("/")[0], tmp_path / "b.mdb")
+    assert not list(tmp_path.glob("*.mdb"))
