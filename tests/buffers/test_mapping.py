@@ -80,8 +80,8 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Mapping, "_collapse", lambda *_: False)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        Arena(4 * MIB)
-    assert "sapwood-staging" not in Path("/proc/self/maps").read_text()
+        Arena(4 * MIB, label="refused")
+    assert "sapwood-refused" not in Path("/proc/self/maps").read_text()
 
 
 def test_what_cannot_be_mapped_is_an_error() -> None:

@@ -272,7 +272,8 @@ def test_a_segment_grows_in_place_and_then_there_is_another() -> None:
         extents.append(pool.allocate(20 * MIB))
         assert [extent.segment for extent in extents[:2]] == [0, 0]
         assert {extent.segment for extent in extents[2:4]} == {1}
-        assert extents[4].segment == 2
+        # Segment 2 may have been made ahead by then, for one more of 3 MiB.
+        assert extents[4].segment in (2, 3)
         for extent in extents:
             extent.release()
         stats = pool.stats()

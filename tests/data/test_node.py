@@ -332,7 +332,8 @@ def test_a_reader_that_does_not_take_its_turn_is_named_by_all(adapt: int) -> Non
 
     with ThreadPoolExecutor(readers) as pool:
         list(pool.map(go, range(readers)))
-    assert {2, 3} <= set(said)  # with more than one at a time the first need not wait for it
+    # With more than one at a time the others may not need it, as reader 0 finds by measuring.
+    assert ({3} if adapt else {2, 3}) <= set(said)
     for text in said.values():
         assert re.match(r"reader 1 has not read its part of batch [12] for 1 s", text)
 
