@@ -13,10 +13,11 @@ import socket
 import ssl
 import struct
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+
+from sapwood.channel.descriptors import receive_with_fds
 
 __all__ = ["BLOCK_BYTES", "MESSAGE_LIMIT", "ChannelError", "Connection", "Ended"]
 
@@ -25,7 +26,6 @@ BLOCK_BYTES = 2**20
 MESSAGE_LIMIT = 64 * 2**10
 """A longer message is not one of ours, unless the receiver expects more."""
 _LENGTH = struct.Struct("!I")
-_FD = array("i")
 _VECTORS = 512
 """Buffers in one system call; the kernel takes up to 1024."""
 
@@ -109,24 +109,12 @@ class Connection:
             self._fill(memoryview(head))
             return
         self._allow(self._deadline())
-        data, self._fds = self._receive_fds(len(head))
+        data, self._fds, _ = receive_with_fds(self._sock, len(head), self._fd_limit)
         if not data:
             raise Ended("the other side ended the connection")
         head[: len(data)] = data
         if len(data) < len(head):
             self._fill(memoryview(head)[len(data) :])
-
-    def _receive_fds(self, nbytes: int) -> tuple[bytes, list[int]]:
-        space = socket.CMSG_LEN(self._fd_limit * _FD.itemsize)
-        # Not ``socket.recv_fds``, which ignores the flag: a program that is started meanwhile must
-        # not inherit them.
-        flags = socket.MSG_CMSG_CLOEXEC
-        data, extra, _, _ = self._sock.recvmsg(nbytes, space, flags)
-        fds = array(_FD.typecode)
-        for level, kind, content in extra:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
-        return data, list(fds)
 
     def _drop_fds(self) -> None:
         for fd in self.take_fds():

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 
+from sapwood.channel.descriptors import receive_with_fds
 from sapwood.errors import ConfigError, TransportError
 from sapwood.runtime.peer import peer_process
 from sapwood.runtime.stores import Store
@@ -99,7 +100,7 @@ def _swap(wire: socket.socket, peer: int, deadline: Deadline) -> tuple[Ring, Rin
     ours = Ring.make()
     try:
         socket.send_fds(wire, [b"ring"], [ours.fd])
-        told, fds, _, _ = socket.recv_fds(wire, 16, 1)
+        told, fds, _ = receive_with_fds(wire, 16, 1)
         if told != b"ring" or len(fds) != 1:
             raise TransportError(f"memory: process {peer} left while the link was opened")
         return ours, Ring.of(fds[0])

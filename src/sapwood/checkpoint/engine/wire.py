@@ -6,7 +6,6 @@ sent is run or unpickled.
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import socket
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from sapwood.channel.descriptors import receive_with_fds
 from sapwood.errors import CheckpointError
 from sapwood.runtime.peer import peer_process
 
@@ -27,7 +27,6 @@ MAX_BODY = 64 * 2**20
 MAX_FDS = 1
 _HEADER = struct.Struct("!4sHHI")  # magic, version, descriptors, length of the body
 _MAGIC = b"SWCE"
-_FD_SPACE = socket.CMSG_LEN(4 * MAX_FDS)
 _TIME = struct.Struct("ll")
 
 
@@ -142,13 +141,9 @@ class Wire:
     def _some(self, size: int, fds: list[int] | None) -> bytes:
         if fds is None:
             return self._sock.recv(size)  # the kernel drops descriptors nobody asked for
-        # Not ``socket.recv_fds``, which ignores the flag: a program the rank starts meanwhile must
-        # not inherit an arena.
-        part, extra, flags, _ = self._sock.recvmsg(size, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
-        for level, kind, content in extra:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds += array.array("i", content[: len(content) // 4 * 4])
-        if flags & socket.MSG_CTRUNC or len(fds) > MAX_FDS:
+        part, more, dropped = receive_with_fds(self._sock, size, MAX_FDS)
+        fds += more
+        if dropped or len(fds) > MAX_FDS:
             raise WireError("a message came with more descriptors than it may have")
         return part
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from sapwood.channel.descriptors import receive_with_fds
 from sapwood.errors import DeadlineError, PeerFailed
 from sapwood.runtime.peer import peer_process
 
@@ -127,7 +128,7 @@ def receive(
     """
     wire.settimeout(max(deadline - time.monotonic(), 0.001))
     try:
-        data, fds, _, _ = socket.recv_fds(wire, LONGEST, 1)
+        data, fds, _ = receive_with_fds(wire, LONGEST, 1)
     except TimeoutError:
         # What it said before it was stopped itself is no longer the reason.
         if late and not _stopped(wire):

@@ -13,6 +13,8 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from sapwood.channel.descriptors import receive_with_fds
+
 __all__ = ["Kind", "Message", "receive", "send"]
 
 _FORM = struct.Struct("<BxxxIIIQ")
@@ -68,8 +70,8 @@ def receive(link: socket.socket) -> Message:
         BlockingIOError: none is there.
         EOFError: the other end is gone.
     """
-    raw, descriptors, _, _ = socket.recv_fds(
-        link, _FORM.size + 1, _MAX_DESCRIPTORS, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    raw, descriptors, _ = receive_with_fds(
+        link, _FORM.size + 1, _MAX_DESCRIPTORS, socket.MSG_DONTWAIT
     )
     if not raw:
         raise EOFError
