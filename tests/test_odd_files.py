@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
@@ -19,37 +15,9 @@ from sapwood.data import convert
 from sapwood.errors import CloneError, SapwoodError, TraceError
 from sapwood.trace.read import read_trace
 from tests.data import sources
+from tests.odd import ODD, SAID, Odd, no_waiting
 
-SECONDS = 20
-Odd = Callable[[Path], None]
-
-
-def fifo(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
-def device(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.symlink_to("/dev/zero")
-
-
-ODD = pytest.mark.parametrize("odd", [fifo, device])
-SAID = r"is a (FIFO|character device)"
-
-
-@pytest.fixture(autouse=True)
-def no_waiting() -> Iterator[None]:
-    """Whoever waits for a FIFO fails, and not the whole test run."""
-
-    def late(_: int, __: FrameType | None) -> None:
-        raise AssertionError(f"something was waited for {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = pytest.mark.usefixtures(no_waiting.__name__)
 
 
 @ODD

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
@@ -23,40 +20,12 @@ from sapwood.tiers.spec import TierSpec
 from tests.checkpoint import engines
 from tests.checkpoint.training import Training, same
 from tests.cli.checkpoints import told
+from tests.odd import ODD, SAID, Odd, fifo, no_waiting
 from tests.tiers.crash import KINDS, NEW, OLD, put_all, tier_in
 from tests.tiers.nodes import cluster
 from tests.tiers.shards import shard
 
-SECONDS = 20
-Odd = Callable[[Path], None]
-
-
-def fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-ODD = pytest.mark.parametrize("odd", [fifo, device])
-SAID = r"is a (FIFO|character device), expected a regular file"
-
-
-@pytest.fixture(autouse=True)
-def no_waiting() -> Iterator[None]:
-    """Whoever waits for a FIFO fails, and not the whole test run."""
-
-    def late(_: int, __: FrameType | None) -> None:
-        raise AssertionError(f"something was waited for {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = pytest.mark.usefixtures(no_waiting.__name__)
 
 
 def open_all(tier: Tier) -> None:
