@@ -192,6 +192,7 @@ def test_restarts_start_all_ranks_again_and_the_last_exit_code_counts(tmp_path):
     assert done.stdout == "attempt 0\nattempt 1\n"
     assert done.returncode == 7
     assert "rank 0 failed with exit code 7" in done.stderr
+    assert "left no traceback" in done.stderr  # it ended itself
 
 
 def test_what_a_rank_leaves_running_is_ended_with_the_run(tmp_path):

@@ -60,7 +60,8 @@ def _leave_report(error: BaseException) -> None:
     # A full disk must not hide the error that brought us here.
     with suppress(OSError):
         Path(place).write_text(json.dumps(report))
-        Path(place).with_name(TRACEBACK).write_text(text)
+        if not isinstance(error, SystemExit):  # the script ended itself, and nothing is printed
+            Path(place).with_name(TRACEBACK).write_text(text)
 
 
 if __name__ == "__main__":
