@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
@@ -38,8 +39,10 @@ from sapwood.events import RunStopping, StateReplaced, StateReplacing
 from sapwood.runtime.ending import AtExit
 from sapwood.runtime.handle import RunHandle, run_state, with_run_state
 from sapwood.runtime.settings import UNSET, resolve
-from sapwood.state.apply import check, prepare
+from sapwood.state.apply import Change, check, prepare
+from sapwood.state.contents import Contents, collect
 from sapwood.state.extras import Extras, Stateful, things_by_name
+from sapwood.state.giving import Giving
 from sapwood.tiers.base import Tier
 from sapwood.tiers.make import make_tiers
 from sapwood.tiers.record import CheckpointId
@@ -279,6 +282,8 @@ class Checkpointer:
         self._check_open()
         run = self._run
         run.check_between_steps("restore()")
+        # Found once, when it is needed: a model is long to walk.
+        contents = cache(lambda: collect(run.model, run.optimizer, lambda name: (0,)))
         with run.trace.span("ckpt_restore"):
             places = on_all_ranks(run.group, "begin to restore", self._places_to_read)
             try:
@@ -289,7 +294,7 @@ class Checkpointer:
                     own=self._attempt,
                     files=() if optimizer else ("model",),
                     accept=lambda catalog, common: check(
-                        run.model, run.optimizer, catalog, common, with_optimizer=optimizer
+                        contents(), run.optimizer, catalog, common, with_optimizer=optimizer
                     ),
                 )
             finally:
@@ -297,7 +302,7 @@ class Checkpointer:
                     tier.close()
             if loaded is None:
                 return None
-            self._become(loaded, optimizer)
+            self._become(loaded, contents(), optimizer)
         return loaded.about
 
     def _places_to_read(self) -> list[Tier]:
@@ -315,21 +320,17 @@ class Checkpointer:
         left = max(0.0, deadline - time.monotonic())
         return tiers_to_read(self._engine, self.specs, self._nodes, timeout=left)
 
-    def _become(self, loaded: Loaded, optimizer: bool) -> None:
+    def _become(self, loaded: Loaded, contents: Contents, optimizer: bool) -> None:
         """Give the run a state, and go on from there as a new attempt."""
         run, about, state = self._run, loaded.about, loaded.state
-        change = on_all_ranks(
-            run.group,
-            f"take the state of {about.id}",
-            lambda: prepare(run.model, run.optimizer, state, with_optimizer=optimizer),
-        )
+
+        def ready() -> tuple[Change, Giving]:
+            change = prepare(contents, run.optimizer, state, with_optimizer=optimizer)
+            return change, self._extras.giving(state.common, state.mine, run_state(run))
+
+        change, giving = on_all_ranks(run.group, f"take the state of {about.id}", ready)
         # What is the user's may refuse its state, so it comes before the weights.
         beside = f"what was saved beside the tensors of {about.id}"
-        giving = on_all_ranks(
-            run.group,
-            f"read {beside}",
-            lambda: self._extras.giving(state.common, state.mine, run_state(run)),
-        )
         try:
             on_all_ranks(run.group, f"take {beside}", giving.give)
         except BaseException:

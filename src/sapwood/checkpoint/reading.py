@@ -22,8 +22,7 @@ import torch
 
 from sapwood.buffers.fresh import fresh_memory
 from sapwood.checkpoint.inventory import Candidate, Place, told
-from sapwood.checkpoint.together import on_all_ranks
-from sapwood.errors import CheckpointError, SapwoodError
+from sapwood.errors import CheckpointError, PeerFailed, SapwoodError
 from sapwood.runtime.group import Group
 from sapwood.state.catalog import Catalog
 from sapwood.tiers.base import Stored, StoredShard, Tier, open_checked, read_range
@@ -113,10 +112,10 @@ class Reading:
         """Go through all shards once; None, on every rank, if some rank had a problem."""
         records = self._read_records()
         self._compare(records)
-        if not self._agreed(_fingerprint(records)):
+        room, refusal = self._try_to_make_room(records)
+        if not self._agreed(_fingerprint(records), refusal):
             return None
-        what = f"restore checkpoint {self._candidate.id}"
-        room = on_all_ranks(self._group, what, lambda: self._make_room(records))
+        assert room is not None  # else some rank had a problem
         self._read_bytes(records, room)
         if not self._agreed():
             return None
@@ -171,6 +170,19 @@ class Reading:
             for gap in _gaps(records):
                 self._note(None, CheckpointError(gap))
 
+    def _try_to_make_room(
+        self, records: Mapping[int, ShardRecord]
+    ) -> tuple[_Room | None, Exception | None]:
+        """Memory for the state, or why this rank's run cannot take it."""
+        if self._problems:
+            return None, None  # these records are not what will be restored
+        try:
+            return self._make_room(records), None
+        except PeerFailed:
+            raise  # every rank hears of that by itself
+        except Exception as error:
+            return None, error
+
     def _make_room(self, records: Mapping[int, ShardRecord]) -> _Room:
         """See that this rank's run can take the state, and get the memory it needs."""
         first = records[0]
@@ -213,21 +225,31 @@ class Reading:
         where = None if place is None else [place.order, place.reader]
         self._problems.append((shard, where, told(error)))
 
-    def _agreed(self, mark: str = "") -> bool:
+    def _agreed(self, mark: str = "", refusal: Exception | None = None) -> bool:
         """Whether no rank has a problem, and all have the same ``mark``.
 
         If some rank has one, all of them forget the places it was at.
+
+        Raises:
+            CheckpointError: no rank has, but some run cannot take this state, for its ``refusal``.
         """
         mine, self._problems = self._problems, []
-        texts = self._group.gather_text("result of reading", json.dumps([mine, mark]))
+        refused = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        texts = self._group.gather_text("result of reading", json.dumps([mine, mark, refused]))
         found = [json.loads(text) for text in texts]
-        problems = [problem for theirs, _ in found for problem in theirs]
+        problems = [problem for theirs, _, _ in found for problem in theirs]
         for shard, where, message in problems:
             self._skip(f"{self._candidate.id}: {message}")
             self._forget(shard, where)
         if problems:
             return False
-        if all(mark == other for _, other in found):
+        if all(mark == other for _, other, _ in found):
+            if refusal is not None:
+                raise refusal
+            for rank, (_, _, why) in enumerate(found):
+                if why:
+                    id = self._candidate.id
+                    raise CheckpointError(f"rank {rank} cannot restore checkpoint {id}: {why}")
             return True
         # Each rank read what it can reach itself, and these copies are not of one save.
         self._skip(f"{self._candidate.id}: ranks have different copies of it; all take the same")

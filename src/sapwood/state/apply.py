@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog, differences
-from sapwood.state.contents import collect, to_torch_dtype
+from sapwood.state.contents import Contents, to_torch_dtype
 from sapwood.state.optimizers import COMMON, set_common_state
 from sapwood.state.packed import MARK
 from sapwood.state.plain import from_plain
-from sapwood.state.tensors import named_parameters, writable
+from sapwood.state.tensors import writable
 
 __all__ = [
     "Change",
@@ -85,21 +85,26 @@ class Change:
 
 
 def check(
-    model: nn.Module,
+    contents: Contents,
     optimizer: torch.optim.Optimizer,
     catalog: Catalog,
     common: Mapping[str, Any],
     *,
     with_optimizer: bool,
 ) -> None:
-    """See that a run can take a state of these tensors; ``common`` are the lowest rank's extras.
+    """See that a run can take a state of these tensors.
 
-    They are not decoded: parts of them may not have been read yet.
+    Args:
+        contents: the run's own tensors.
+        optimizer: the run's.
+        catalog: of the state.
+        common: the lowest rank's extras, which may have been read in part only.
+        with_optimizer: whether the optimizer gets its state, too.
 
     Raises:
         CheckpointError: it is of another model or optimizer; every difference is listed.
     """
-    here = collect(model, optimizer, lambda name: (0,)).catalog
+    here = contents.catalog
     wanted = {key: entry for key, entry in here.by_key.items() if key[0] == "model"}
     lines = differences(Catalog(tuple(e for e in catalog.entries if e.file == "model")), wanted)
     if lines:
@@ -113,20 +118,21 @@ def check(
 
 
 def prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: GivenState, *, with_optimizer: bool
+    contents: Contents, optimizer: torch.optim.Optimizer, state: GivenState, *, with_optimizer: bool
 ) -> Change:
     """Make ready to give a run a state that ``check`` accepts; nothing is changed yet.
+
+    ``contents`` are the run's tensors as ``check`` has seen them.
 
     Raises:
         CheckpointError: a tensor of the run cannot hold its values.
     """
-    contents = collect(model, optimizer, lambda name: (0,))
     change = Change()
     for key, tensor in contents.tensors.items():
         if key[0] == "model":
             change.copies.append(_fitted(key[1], tensor, as_tensor(state, key)))
     if with_optimizer:
-        _prepare_optimizer(change, named_parameters(model), optimizer, state)
+        _prepare_optimizer(change, contents.parameters, optimizer, state)
     return change
 
 

@@ -56,13 +56,14 @@ class Contents:
     """The keys that change when a parameter is updated: its own and its optimizer state's."""
     tied: Mapping[str, str]
     """Further names of the model's tensors, which a state dict has too, and the name used here."""
+    parameters: Mapping[str, nn.Parameter]
+    """The model's, by name."""
     _optimizer: torch.optim.Optimizer
-    _parameters: Mapping[str, nn.Parameter]
     _watch: _Watch
 
     def plain(self) -> dict[str, dict[Any, Any]]:
         """The rest of the optimizer's state as it is now, see ``plain_state``."""
-        return plain_state(self._parameters, self._optimizer)
+        return plain_state(self.parameters, self._optimizer)
 
     def current(self) -> bool:
         """Whether the run still has these very tensors, in this very memory; cheap."""
@@ -108,7 +109,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer, holders: Holders
         if ("model", known) in tensors and ("model", name) not in tensors and name not in passing
     }
     catalog = Catalog(tuple(entries))
-    return Contents(catalog, tensors, by_parameter, tied, optimizer, parameters, watch)
+    return Contents(catalog, tensors, by_parameter, tied, parameters, optimizer, watch)
 
 
 def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
