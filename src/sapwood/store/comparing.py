@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sapwood.store.manifest import TensorRow
+from sapwood.repository.manifest import TensorRow
 from sapwood.store.stored import StoredModel
 
 __all__ = ["Change", "compare"]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from sapwood.errors import ConfigError, Damaged, StoreError
 from sapwood.regular import open_regular, read_regular
+from sapwood.repository.manifest import TensorRow
 from sapwood.state.safetensors import TORCH_NAMES, FilePart, make_header, read_header
 from sapwood.storage.files import Files
 from sapwood.storage.newfile import new_file
-from sapwood.store.manifest import TensorRow
 from sapwood.store.raw import tensor_in
 from sapwood.store.stored import StoredModel
 

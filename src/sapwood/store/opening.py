@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from sapwood.errors import ConfigError, StoreError
-from sapwood.storage import Durability, Keeper, open_keeper
+from sapwood.errors import ConfigError
+from sapwood.repository.database import Database
+from sapwood.repository.folder import open_folder
+from sapwood.repository.local import LocalBackend
+from sapwood.storage import Durability, open_keeper
 from sapwood.storage.folder import FolderKeeper
-from sapwood.store.database import Database
-from sapwood.store.local import LocalBackend
 from sapwood.store.repository import Repository, durability_of
 
 __all__ = ["open"]
-
-_CATALOG = "catalog.db"
 
 
 def open(
@@ -37,42 +35,22 @@ def open(
     """
     promised = None if durability is None else durability_of(durability)
     if place == "memory:":
-        return _opened("memory:", Database(None), open_keeper("memory:"), promised)
+        backend = LocalBackend("memory:", Database(None), open_keeper("memory:"))
+        return _opened(backend, promised)
     if isinstance(place, str) and "://" in place and not place.startswith("file://"):
         raise ConfigError(f"{place!r}: expected a folder, or memory:")
     keeper = open_keeper(place)
     assert isinstance(keeper, FolderKeeper)
-    _check(keeper.folder, create=create)
-    try:
-        keeper.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"cannot make {keeper.folder}: {error.strerror}") from error
-    database = Database(keeper.folder / _CATALOG, wal=not keeper.on_network)
-    return _opened(str(place), database, keeper, promised)
+    return _opened(open_folder(keeper, str(place), create=create), promised)
 
 
-def _opened(
-    name: str, database: Database, keeper: Keeper, promised: Durability | None
-) -> Repository:
-    backend = LocalBackend(name, database, keeper)
-    if promised is not None and promised > keeper.durability:
+def _opened(backend: LocalBackend, promised: Durability | None) -> Repository:
+    most = backend.keeper.durability
+    if promised is not None and promised > most:
         backend.close()
         raise ConfigError(
-            f"{name} can promise {keeper.durability.name.lower()!r} at most, not "
+            f"{backend.name} can promise {most.name.lower()!r} at most, not "
             f"{promised.name.lower()!r}"
         )
-    usual = min(Durability.WRITTEN, keeper.durability)
+    usual = min(Durability.WRITTEN, most)
     return Repository(backend, durability=usual if promised is None else promised)
-
-
-def _check(folder: Path, *, create: bool) -> None:
-    if (folder / _CATALOG).exists():
-        return
-    if not create:
-        raise ConfigError(
-            f"there is no repository in {folder}; save something first, or open it with create=True"
-        )
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(
-            f"{folder} holds something else; name a folder that is empty or not there"
-        )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sapwood.buffers.fresh import fresh_memory
 from sapwood.errors import StoreError
-from sapwood.store.manifest import DTYPES, TensorRow
+from sapwood.repository.manifest import DTYPES, TensorRow
 
 __all__ = ["bytes_of", "dtype_name", "empty", "tensor_in"]
 

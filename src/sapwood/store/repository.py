@@ -13,22 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from sapwood.errors import ConfigError, Gone, GraphError, ModelExists, ModelNotFound, StoreError
+from sapwood.repository.base import (
+    NOTHING,
+    Backend,
+    BlobPart,
+    Mappable,
+    ModelRecord,
+    NewModel,
+    fresh,
+)
+from sapwood.repository.manifest import Manifest
+from sapwood.repository.names import Reference, check_version, parse
+from sapwood.repository.sweeping import Swept
+from sapwood.repository.verifying import Verified
 from sapwood.state.graph import Graph
 from sapwood.storage import Durability
 from sapwood.storage.base import QUIET_SECONDS
 from sapwood.store.ancestry import Ancestor, Ancestry, Transfer, pairs_by_name
 from sapwood.store.architecture import PackedGraph, layer_sizes, pack_graph
-from sapwood.store.base import NOTHING, Backend, BlobPart, Mappable, ModelRecord, NewModel, fresh
 from sapwood.store.comparing import Change, compare
-from sapwood.store.manifest import Manifest
-from sapwood.store.names import Reference, check_version, parse
 from sapwood.store.raw import bytes_of, dtype_name, empty, tensor_in
 from sapwood.store.selection import select
 from sapwood.store.stored import StoredModel
-from sapwood.store.sweeping import Swept
 from sapwood.store.targets import check_fit, fill, named_tensors, names_of
 from sapwood.store.tree import Parts, entries, other_entries, put_together, take_apart
-from sapwood.store.verifying import Verified
 
 __all__ = ["Repository", "durability_of"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from fnmatch import translate
 
 from sapwood.errors import ModelNotFound
-from sapwood.store.manifest import Manifest
-from sapwood.store.names import nearest
+from sapwood.repository.manifest import Manifest
+from sapwood.repository.names import nearest
 
 __all__ = ["select"]
 

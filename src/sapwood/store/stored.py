@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sapwood.errors import ModelNotFound
-from sapwood.store.base import NOTHING, Backend, BlobPart, ModelRecord
-from sapwood.store.manifest import Manifest, TensorRow
-from sapwood.store.names import nearest
+from sapwood.repository.base import NOTHING, Backend, BlobPart, ModelRecord
+from sapwood.repository.manifest import Manifest, TensorRow
+from sapwood.repository.names import nearest
 from sapwood.store.raw import bytes_of, empty
 from sapwood.store.tree import put_together
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sapwood.errors import DoesNotFit
+from sapwood.repository.manifest import Manifest
 from sapwood.state.tensors import clean_name, unwrap
-from sapwood.store.manifest import Manifest
 
 __all__ = ["Fit", "check_fit", "fill", "named_tensors", "names_of"]
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from sapwood.errors import CheckpointError, Damaged, StoreError
+from sapwood.repository.manifest import Manifest
 from sapwood.state.copier import Copier
 from sapwood.state.packed import MARK
 from sapwood.state.plain import from_plain
 from sapwood.state.tensors import clean_name, unwrap
-from sapwood.store.manifest import Manifest
 
 __all__ = ["Parts", "entries", "other_entries", "put_together", "take_apart"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
+    from sapwood.repository.base import ModelRecord
     from sapwood.store import Repository
-    from sapwood.store.base import ModelRecord
 
 __all__ = ["At", "Json", "opened", "plain"]
 

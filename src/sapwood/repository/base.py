@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from sapwood.repository.manifest import Manifest
+from sapwood.repository.names import Reference
 from sapwood.storage import Durability
-from sapwood.store.manifest import Manifest
-from sapwood.store.names import Reference
 
 if TYPE_CHECKING:
-    from sapwood.store.sweeping import Swept
-    from sapwood.store.verifying import Verified
+    from sapwood.repository.sweeping import Swept
+    from sapwood.repository.verifying import Verified
 
 __all__ = [
     "NOTHING",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import Damaged, StoreError
-from sapwood.store.schema import SCHEMA, SCHEMA_VERSION
+from sapwood.repository.schema import SCHEMA, SCHEMA_VERSION
 
 __all__ = ["Database"]
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sapwood.repository.catalog import Catalog, PackRow
+from sapwood.repository.packs import FOLDER, lay_out, new_key, pieces
 from sapwood.storage import Keeper, Wanted
 from sapwood.storage.base import QUIET_SECONDS
-from sapwood.store.catalog import Catalog, PackRow
-from sapwood.store.packs import FOLDER, lay_out, new_key, pieces
 
 __all__ = ["Swept", "sweep"]
 

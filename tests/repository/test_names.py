@@ -3,7 +3,7 @@
 import pytest
 
 from sapwood.errors import BadName
-from sapwood.store.names import Reference, nearest, next_version, parse
+from sapwood.repository.names import Reference, nearest, next_version, parse
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound, StoreError
-from sapwood.store.base import ModelRecord, NewModel
-from sapwood.store.catalog import Catalog, NewPack
-from sapwood.store.database import Database
-from sapwood.store.manifest import Manifest
-from sapwood.store.names import Reference, parse
+from sapwood.repository.base import ModelRecord, NewModel
+from sapwood.repository.catalog import Catalog, NewPack
+from sapwood.repository.database import Database
+from sapwood.repository.manifest import Manifest
+from sapwood.repository.names import Reference, parse
 
 
 @pytest.fixture

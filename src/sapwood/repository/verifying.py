@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from sapwood.errors import SapwoodError
+from sapwood.repository.base import NOTHING
+from sapwood.repository.catalog import Catalog, Place
+from sapwood.repository.merging import digest_of
 from sapwood.storage import Keeper, Wanted
-from sapwood.store.base import NOTHING
-from sapwood.store.catalog import Catalog, Place
-from sapwood.store.merging import digest_of
 
 __all__ = ["Verified", "verify"]
 

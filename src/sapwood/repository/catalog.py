@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
-from sapwood.store.base import NOTHING, Kin, ModelRecord, NewModel
-from sapwood.store.database import Database, one
-from sapwood.store.manifest import Manifest
-from sapwood.store.names import Reference, nearest, next_version
+from sapwood.repository.base import NOTHING, Kin, ModelRecord, NewModel
+from sapwood.repository.database import Database, one
+from sapwood.repository.manifest import Manifest
+from sapwood.repository.names import Reference, nearest, next_version
 
 __all__ = ["Catalog", "NewPack", "PackRow", "Place"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sapwood.errors import SapwoodError
+from sapwood.repository.catalog import Catalog, Place
 from sapwood.storage import Keeper, Wanted
-from sapwood.store.catalog import Catalog, Place
 
 __all__ = ["Merger", "digest_of", "mark_of"]
 

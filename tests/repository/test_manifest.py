@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapwood.errors import Damaged
-from sapwood.store.manifest import DTYPES, Manifest, nbytes_of
+from sapwood.repository.manifest import DTYPES, Manifest, nbytes_of
 
 SAMPLE = Manifest(
     dtypes=("float32", "bfloat16", "bool"),
