@@ -15,7 +15,7 @@ from sapwood.repository.base import ModelRecord, NewModel
 from sapwood.repository.catalog import Catalog, NewPack
 from sapwood.repository.database import Database
 from sapwood.repository.manifest import Manifest
-from sapwood.repository.names import Reference, parse
+from sapwood.repository.names import Reference, new_id, parse
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_removed_version_may_be_saved_again(catalog: Catalog) -> None:
     catalog.remove(parse("a@x"))
     again = add(catalog, "a@x", key="again")
     assert again.id != first.id
-    assert catalog.by_id(first.id).removed is not None
+    assert catalog.by_id(first.id, "a").removed is not None
 
 
 def test_tags_move_and_are_no_versions(catalog: Catalog) -> None:
@@ -149,12 +149,31 @@ def test_digests_of_what_is_gone_are_passed_over(catalog: Catalog) -> None:
 
 def test_lineage_outlives_removal(catalog: Catalog) -> None:
     first = add(catalog, "a@1")
-    add(catalog, "a@2", parent=first.id)
+    add(catalog, "a@2", parent=first.id, parent_name="a")
     catalog.remove(parse("a@1"))
     child = catalog.find(parse("a@2"))
     assert child.parent is not None
-    assert catalog.by_id(child.parent).version == "1"
+    assert child.parent_name == "a"
+    assert catalog.by_id(child.parent, "a").version == "1"
+    with pytest.raises(ModelNotFound, match="no version of number"):
+        catalog.by_id(child.parent, "b")
     assert [c.version for c in catalog.children(first.id)] == ["2"]
+
+
+def test_a_parent_may_be_in_another_catalog(catalog: Catalog) -> None:
+    add(catalog, "a@2", parent=7, parent_name="elsewhere")
+    assert catalog.find(parse("a")).parent_name == "elsewhere"
+    assert [child.version for child in catalog.children(7)] == ["2"]
+
+
+def test_numbers_grow_with_time_and_may_be_given(catalog: Catalog) -> None:
+    ids = [add(catalog, f"a@v{n}").id for n in range(5)]
+    assert ids == sorted(set(ids))
+    assert 0 < ids[0] < ids[-1] < 2**63
+    late = ids[-1] + 2**40
+    assert add(catalog, "a@late", id=late).id == late
+    assert add(catalog, "a@next").id == late + 1
+    assert new_id(2**62) == 2**62 + 1
 
 
 def test_metrics_and_notes_come_back(catalog: Catalog) -> None:

@@ -43,11 +43,14 @@ class ModelRecord:
     """One version of a model, as a list shows it."""
 
     id: int
+    """Unique in the repository, and larger than those of all earlier versions of its model."""
     name: str
     version: str
     created: float
     removed: float | None
     parent: int | None
+    parent_name: str | None
+    """The parent's name without its version; where the parent is found."""
     nbytes: int
     tensors: int
     note: Mapping[str, Any]
@@ -70,6 +73,10 @@ class NewModel:
     manifest: Manifest
     """Its blobs are numbers of the back end's, ``NOTHING``, or ``fresh``."""
     parent: int | None = None
+    parent_name: str | None = None
+    """With ``parent``: the name of its model."""
+    id: int | None = None
+    """Its number, if it was given one already; see ``names.new_id``."""
     tags: Sequence[str] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     note: Mapping[str, Any] = field(default_factory=dict)
@@ -151,8 +158,12 @@ class Backend(Protocol):
         """Every version of every model whose name fits, by name, oldest first."""
         ...
 
-    def by_id(self, id: int) -> ModelRecord:
-        """A version, also one that was removed."""
+    def by_id(self, id: int, name: str) -> ModelRecord:
+        """A version of a model, also one that was removed.
+
+        Raises:
+            ModelNotFound: there never was.
+        """
         ...
 
     def children(self, id: int) -> Sequence[ModelRecord]:

@@ -17,7 +17,7 @@ from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
 from sapwood.repository.base import NOTHING, Kin, ModelRecord, NewModel
 from sapwood.repository.database import Database, one
 from sapwood.repository.manifest import Manifest
-from sapwood.repository.names import Reference, nearest, next_version
+from sapwood.repository.names import Reference, nearest, new_id, next_version
 
 __all__ = ["Catalog", "NewPack", "PackRow", "Place"]
 
@@ -95,16 +95,17 @@ class Catalog:
         with self._database.reading() as db:
             return [self._record(db, row) for row in _rows(db).execute(query, (pattern,))]
 
-    def by_id(self, id: int) -> ModelRecord:
-        """A version, also one that was removed.
+    def by_id(self, id: int, name: str) -> ModelRecord:
+        """A version of a model, also one that was removed.
 
         Raises:
             ModelNotFound: there never was.
         """
+        query = "SELECT * FROM model WHERE id = ? AND name = ?"
         with self._database.reading() as db:
-            row = _rows(db).execute("SELECT * FROM model WHERE id = ?", (id,)).fetchone()
+            row = _rows(db).execute(query, (id, name)).fetchone()
             if row is None:
-                raise ModelNotFound(f"there is no model number {id}")
+                raise ModelNotFound(f"{name!r} has no version of number {id}")
             return self._record(db, row)
 
     def children(self, id: int) -> list[ModelRecord]:
@@ -190,39 +191,10 @@ class Catalog:
             Gone: something it was to share with others was removed.
         """
         with self._database.writing(synced=synced) as db:
-            version = self._free_version(db, model)
             new = self._add_pack(db, pack) if pack is not None else []
             blobs = tuple(b if b >= NOTHING else new[-2 - b] for b in model.manifest.blobs)
             self._refer(db, blobs, +1)
-            manifest = model.with_blobs(blobs).manifest
-            cursor = db.execute(
-                "INSERT INTO model (name, version, created, parent, nbytes, tensors, manifest,"
-                " note) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    model.name,
-                    version,
-                    time.time(),
-                    model.parent,
-                    manifest.nbytes,
-                    len(manifest.names),
-                    manifest.encode(),
-                    json.dumps(dict(model.note)),
-                ),
-            )
-            id = cursor.lastrowid
-            db.executemany(
-                "INSERT INTO metric VALUES (?, ?, ?)",
-                [(id, key, float(value)) for key, value in model.metrics.items()],
-            )
-            db.executemany(
-                "INSERT INTO layer VALUES (?, ?, ?)",
-                [(layer, id, nbytes) for layer, nbytes in model.layers.items()],
-            )
-            db.executemany("INSERT OR IGNORE INTO config VALUES (?, ?)", model.configs.items())
-            for tag in model.tags:
-                self._tag(db, model.name, tag, id)
-            row = _rows(db).execute("SELECT * FROM model WHERE id = ?", (id,)).fetchone()
-            return self._record(db, row)
+            return self._add(db, model.with_blobs(blobs))
 
     def tag(self, reference: Reference, tag: str) -> ModelRecord:
         """Make a tag point to a version; it moves if it pointed to another one."""
@@ -377,6 +349,42 @@ class Catalog:
 
     # -- inside a transaction ----------------------------------------------------------------
 
+    def _add(self, db: sqlite3.Connection, model: NewModel) -> ModelRecord:
+        """Insert a version whose blobs are there and counted."""
+        version = self._free_version(db, model)
+        id = model.id
+        if id is None:
+            id = new_id(one(db, "SELECT coalesce(max(id), 0) FROM model")[0])
+        db.execute(
+            "INSERT INTO model (id, name, version, created, parent, parent_name, nbytes, tensors,"
+            " manifest, note) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                id,
+                model.name,
+                version,
+                time.time(),
+                model.parent,
+                model.parent_name,
+                model.manifest.nbytes,
+                len(model.manifest.names),
+                model.manifest.encode(),
+                json.dumps(dict(model.note)),
+            ),
+        )
+        db.executemany(
+            "INSERT INTO metric VALUES (?, ?, ?)",
+            [(id, key, float(value)) for key, value in model.metrics.items()],
+        )
+        db.executemany(
+            "INSERT INTO layer VALUES (?, ?, ?)",
+            [(layer, id, nbytes) for layer, nbytes in model.layers.items()],
+        )
+        db.executemany("INSERT OR IGNORE INTO config VALUES (?, ?)", model.configs.items())
+        for tag in model.tags:
+            self._tag(db, model.name, tag, id)
+        row = _rows(db).execute("SELECT * FROM model WHERE id = ?", (id,)).fetchone()
+        return self._record(db, row)
+
     def _find(self, db: sqlite3.Connection, reference: Reference) -> sqlite3.Row:
         name, version = reference.name, reference.version
         alive = "SELECT * FROM model WHERE removed IS NULL AND name = ?"
@@ -420,6 +428,7 @@ class Catalog:
             created=row["created"],
             removed=row["removed"],
             parent=row["parent"],
+            parent_name=row["parent_name"],
             nbytes=row["nbytes"],
             tensors=row["tensors"],
             note=json.loads(row["note"]),

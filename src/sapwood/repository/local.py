@@ -169,9 +169,9 @@ class LocalBackend:
         """As the catalog has them."""
         return self.catalog.models(pattern)
 
-    def by_id(self, id: int) -> ModelRecord:
+    def by_id(self, id: int, name: str) -> ModelRecord:
         """As the catalog has it."""
-        return self.catalog.by_id(id)
+        return self.catalog.by_id(id, name)
 
     def children(self, id: int) -> Sequence[ModelRecord]:
         """As the catalog has them."""

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import difflib
 import re
+import secrets
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sapwood.errors import BadName
 
-__all__ = ["Reference", "check_name", "check_version", "nearest", "next_version", "parse"]
+__all__ = [
+    "Reference",
+    "check_name",
+    "check_version",
+    "nearest",
+    "new_id",
+    "next_version",
+    "parse",
+]
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})*")
 _VERSION = re.compile(_PART)
 _NAME_LENGTH, _VERSION_LENGTH = 200, 100
+_RANDOM_BITS = 20
+"""Below the milliseconds in a version's number, so that two providers do not give the same one."""
 _RULE = "letters, digits and '._+=-', each part beginning with a letter or a digit"
 
 
@@ -73,6 +85,12 @@ def check_version(text: str) -> str:
 def next_version(taken: Iterable[str]) -> str:
     """The number after the largest one there is."""
     return str(max((int(v) for v in taken if v.isdecimal() and v.isascii()), default=0) + 1)
+
+
+def new_id(after: int = 0) -> int:
+    """A number for a version: 63 bits, larger than ``after``, and larger the later it is given."""
+    now = time.time_ns() // 1_000_000
+    return max(now << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), after + 1)
 
 
 def nearest(wanted: str, known: Iterable[str]) -> str:

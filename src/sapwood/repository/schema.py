@@ -5,6 +5,10 @@ offset, or, once it was found to be equal to another one, that one's place: then
 it, and it has no place of its own. So a manifest never changes, and equal tensors are merged after
 the save has returned.
 
+A model's number is unique over all catalogs of a repository and grows with time, so that the
+latest version has the largest one. Its parent may be in another provider's catalog, which its name
+tells.
+
 ``blob.refs`` counts the manifests that refer to a blob, and the blobs that are the same as it.
 ``pack.live`` counts the bytes of blobs that lie in it.
 """
@@ -13,22 +17,24 @@ from __future__ import annotations
 
 __all__ = ["SCHEMA", "SCHEMA_VERSION"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE setting (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
 CREATE TABLE model (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    id INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
     version TEXT NOT NULL,
     created REAL NOT NULL,
     removed REAL,
-    parent INTEGER REFERENCES model(id),
+    parent INTEGER,
+    parent_name TEXT,
     nbytes INTEGER NOT NULL,
     tensors INTEGER NOT NULL,
     manifest BLOB,
-    note TEXT NOT NULL DEFAULT '{}'
+    note TEXT NOT NULL DEFAULT '{}',
+    CHECK ((parent IS NULL) = (parent_name IS NULL))
 );
 CREATE UNIQUE INDEX model_by_name ON model (name, version) WHERE removed IS NULL;
 CREATE INDEX model_by_parent ON model (parent);

@@ -120,6 +120,7 @@ class Repository:
             version=target.version,
             manifest=manifest,
             parent=origin[0].id if origin is not None else None,
+            parent_name=origin[0].name if origin is not None else None,
             tags=labels,
             metrics=_metrics(metrics or {}),
             note=dict(note or {}),
@@ -336,7 +337,7 @@ class Repository:
         found = [self._backend.find(parse(reference))]
         seen = {found[0].id}
         while (parent := found[-1].parent) is not None and parent not in seen:
-            found.append(self._backend.by_id(parent))
+            found.append(self._backend.by_id(parent, found[-1].parent_name or ""))
             seen.add(parent)
         return found
 
