@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 from tests.cli.helpers import sapwood
 
 
@@ -12,8 +14,11 @@ def test_the_demo_plays_every_scene_and_leaves_nothing(tmp_path):
     assert float(last) < float(first)
     assert "rank 1 main" in text
     assert "TensorUpdated events on rank 0" in text
-    assert "started again: the step restored is 4" in text
-    assert "the losses of steps 5 to 8 are equal, bit for bit, to those of scene 1" in text
+    # Which of the two checkpoints was durable when the ranks were killed, the machine's load decides.
+    restored = re.search(r"started again: the step restored is ([24]),", text)
+    assert restored is not None, text
+    begun = int(restored[1]) + 1
+    assert f"the losses of steps {begun} to 8 are equal, bit for bit, to those of scene 1" in text
     assert "the fork went its own way after step" in text
     assert text.count("are equal, bit for bit, to those of scene 1") == 2
     assert list((tmp_path / "tmp").glob("sapwood*")) == []
