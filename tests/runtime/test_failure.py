@@ -21,7 +21,7 @@ WORLD = 4
 @pytest.fixture
 def stores() -> Iterator[list[BoundedStore]]:
     shared = HashStore()
-    each = [BoundedStore(shared, 5.0) for _ in range(WORLD)]
+    each = [BoundedStore(shared, 5.0, ranks=WORLD) for _ in range(WORLD)]
     yield each
     for one in each:
         one.close()
@@ -152,7 +152,7 @@ class StuckStore:
 
 def test_a_store_that_does_not_answer_is_given_up() -> None:
     stuck = StuckStore()
-    store = BoundedStore(stuck, 0.1)  # type: ignore[arg-type]
+    store = BoundedStore(stuck, 0.1, ranks=2)  # type: ignore[arg-type]
     board = FailureBoard(store, 1)
     try:
         with pytest.raises(DeadlineError, match=r"not answered for 0\.1 s"):
@@ -175,7 +175,7 @@ def test_a_store_that_does_not_answer_is_given_up() -> None:
 
 def test_closing_does_not_wait_for_a_stopped_host() -> None:
     stuck = StuckStore()
-    store = BoundedStore(stuck, 0.05)  # type: ignore[arg-type]
+    store = BoundedStore(stuck, 0.05, ranks=2)  # type: ignore[arg-type]
     try:
         with pytest.raises(DeadlineError):
             store.has("a")

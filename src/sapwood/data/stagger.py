@@ -52,7 +52,8 @@ class Gate:
         self, stagger: Stagger, name: str, *, number: int, readers: int, timeout: float
     ) -> None:
         """``number`` is this reader's among ``readers``; ``name`` is the same for all of them."""
-        self._store = BoundedStore(PrefixStore(f"sapwood-data/{name}", stagger.store), timeout)
+        place = PrefixStore(f"sapwood-data/{name}", stagger.store)
+        self._store = BoundedStore(place, timeout, ranks=readers)
         self._number, self._readers, self._timeout = number, readers, timeout
         self._adapt = stagger.adapt
         self._sizes = {0: min(stagger.size, readers)}

@@ -20,8 +20,10 @@ from sapwood.runtime.stores import Store
 __all__ = ["BoundedStore"]
 
 T = TypeVar("T")
-# Asking again is cheap for the one that asks, but one host may answer a thousand ranks.
-_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.25
+# Asking again is cheap for the one that asks, but one host may answer a thousand ranks. Its time
+# for a waiting rank bounds how soon each of them asks again.
+_TIME_TO_ANSWER = 0.0001
+_LONGEST_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.25
 
 _Task = tuple[Callable[[], Any], "Future[Any]"]
 
@@ -33,10 +35,11 @@ class BoundedStore:
         DeadlineError: the process that hosts the store did not answer in time.
     """
 
-    def __init__(self, store: Store, timeout: float) -> None:
-        """Give up after ``timeout`` seconds unless a call says otherwise."""
+    def __init__(self, store: Store, timeout: float, *, ranks: int) -> None:
+        """Give up after ``timeout`` seconds unless a call says otherwise; ``ranks`` may wait."""
         self._store = store
         self._timeout = timeout
+        self._first_pause = min(_TIME_TO_ANSWER * ranks, _LONGEST_FIRST_PAUSE)
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -74,7 +77,7 @@ class BoundedStore:
     def wait(self, key: str, timeout: float) -> bool:
         """Wait until ``key`` is written; False when ``timeout`` seconds passed first."""
         deadline = time.monotonic() + timeout
-        pause = _FIRST_PAUSE
+        pause = self._first_pause
         while (left := deadline - time.monotonic()) > 0:
             try:
                 if self.has(key, timeout=left):

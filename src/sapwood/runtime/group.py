@@ -86,7 +86,7 @@ class Group:
         self.world = launch.world
         self.device = device
         self.timeout = timeout
-        self.store = BoundedStore(store, timeout)
+        self.store = BoundedStore(store, timeout, ranks=launch.world)
         self.board = FailureBoard(self.store, launch.rank)
         self.meeting = host_of(store)
         """The host where the ranks met; empty for a store without a network."""
