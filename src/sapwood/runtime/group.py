@@ -214,10 +214,10 @@ class Group:
         place, what = f"gather-{self._rounds}", f"gathering every rank's {key}"
         if self.rank == 0:
             others = [self._get(f"{place}/{r}", what).decode() for r in range(1, self.world)]
-            whole = json.dumps([text, *others])
-            self._ask(what, lambda: self.store.set(f"{place}/all", whole))
-        else:
-            self._ask(what, lambda: self.store.set(f"{place}/{self.rank}", text))
+            texts = [text, *others]
+            self._ask(what, lambda: self.store.set(f"{place}/all", json.dumps(texts)))
+            return texts
+        self._ask(what, lambda: self.store.set(f"{place}/{self.rank}", text))
         found: list[str] = json.loads(self._get(f"{place}/all", what))
         return found
 
