@@ -32,6 +32,7 @@
     │   ├── ModelNotFound      no such model, version, tag or tensor; says what is like it
     │   ├── ModelExists        a version never changes: a second save of it fails
     │   ├── Gone               removed by somebody else while it was used
+    │   ├── Denied             the token has no right to it
     │   └── DoesNotFit         names, shapes or dtypes of what is loaded and of its target differ
     └── RankError              a rank of ``sapwood.testing`` failed; carries its traceback
 
@@ -51,6 +52,7 @@ __all__ = [
     "Damaged",
     "DataError",
     "DeadlineError",
+    "Denied",
     "DoesNotFit",
     "FenceTimeout",
     "Gone",
@@ -218,6 +220,10 @@ class ModelExists(StoreError):
 
 class Gone(StoreError):
     """What was found a moment ago was removed by somebody else."""
+
+
+class Denied(StoreError):
+    """The token has no right to it."""
 
 
 class DoesNotFit(StoreError):
