@@ -14,7 +14,7 @@ def test_the_demo_plays_every_scene_and_leaves_nothing(tmp_path):
     assert float(last) < float(first)
     assert "rank 1 main" in text
     assert "TensorUpdated events on rank 0" in text
-    # Which of the two checkpoints was durable when the ranks were killed, the machine's load decides.
+    # Which of the two was durable when the ranks were killed, the load of the machine decides.
     restored = re.search(r"started again: the step restored is ([24]),", text)
     assert restored is not None, text
     begun = int(restored[1]) + 1
