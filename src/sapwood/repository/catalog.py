@@ -191,9 +191,14 @@ class Catalog:
             Gone: something it was to share with others was removed.
         """
         with self._database.writing(synced=synced) as db:
-            new = self._add_pack(db, pack) if pack is not None else []
-            blobs = tuple(b if b >= NOTHING else new[-2 - b] for b in model.manifest.blobs)
-            self._refer(db, blobs, +1)
+            blobs = model.manifest.blobs
+            shared = blobs
+            if pack is not None:
+                counts = Counter(-2 - blob for blob in blobs if blob < NOTHING)
+                first = self._add_pack(db, pack, counts)
+                shared = tuple(blob for blob in blobs if blob >= NOTHING)
+                blobs = tuple(b if b >= NOTHING else first - 2 - b for b in blobs)
+            self._refer(db, shared, +1)
             return self._add(db, model.with_blobs(blobs))
 
     def tag(self, reference: Reference, tag: str) -> ModelRecord:
@@ -459,17 +464,24 @@ class Catalog:
             raise ModelExists(f"{tag!r} is a version of {name} and cannot be a tag as well")
         db.execute("INSERT OR REPLACE INTO tag VALUES (?, ?, ?)", (name, tag, id))
 
-    def _add_pack(self, db: sqlite3.Connection, pack: NewPack) -> list[int]:
+    def _add_pack(self, db: sqlite3.Connection, pack: NewPack, refs: Mapping[int, int]) -> int:
+        """The number of the first of its blobs; the others follow. ``refs`` are by their places."""
         live = sum(nbytes for _, nbytes in pack.blobs)
         cursor = db.execute(
             "INSERT INTO pack (key, nbytes, live) VALUES (?, ?, ?)", (pack.key, pack.nbytes, live)
         )
         id = cursor.lastrowid
-        insert = "INSERT INTO blob (nbytes, pack, start, refs) VALUES (?, ?, ?, 0)"
-        return [
-            int(db.execute(insert, (nbytes, id, start)).lastrowid or 0)
-            for start, nbytes in pack.blobs
-        ]
+        # As SQLite would number them, which never gives a number twice.
+        last = one(db, "SELECT seq FROM sqlite_sequence WHERE name = 'blob'")
+        first = 1 + (0 if last is None else int(last[0]))
+        db.executemany(
+            "INSERT INTO blob (id, nbytes, pack, start, refs) VALUES (?, ?, ?, ?, ?)",
+            [
+                (first + at, nbytes, id, start, refs.get(at, 0))
+                for at, (start, nbytes) in enumerate(pack.blobs)
+            ],
+        )
+        return first
 
     def _refer(self, db: sqlite3.Connection, blobs: Iterable[int], by: int) -> None:
         """Count references up or down; what nothing refers to any more is forgotten."""

@@ -11,7 +11,7 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from sapwood.errors import Damaged
 
-__all__ = ["DTYPES", "Manifest", "TensorRow"]
+__all__ = ["DTYPES", "Manifest", "TensorRow", "nbytes_of", "text_of"]
 
 _MAGIC = b"SWMANIF1"
 _HEAD = struct.Struct("<8sIIIQQQ")  # magic, tensors, names, dimensions, name bytes, JSON, graph
@@ -31,7 +31,9 @@ DTYPES = (
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
 )  # fmt: skip
 """torch's names; their places are the codes in manifests, so that new ones come at the end."""
-_ITEMSIZE = np.array([1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1], np.int64)
+_SIZES = (1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1)
+_ITEMSIZE = dict(zip(DTYPES, _SIZES, strict=True))
+_CODE = {name: code for code, name in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Manifest:
     structure: Any
     graph: bytes = b""
     """The architecture graph, encoded; empty where there is none."""
+    text: bytes = field(default=b"", compare=False, repr=False)
+    """``text_of(structure)``, where somebody has made it already."""
 
     @cached_property
     def by_name(self) -> dict[str, int]:
@@ -88,7 +92,7 @@ class Manifest:
         """As bytes, with a checksum of them behind."""
         names = "\0".join(name for name, _ in self.names).encode("utf-8", "surrogatepass")
         dims = [n for shape in self.shapes for n in shape]
-        text = json.dumps(self.structure, separators=(",", ":")).encode()
+        text = self.text or text_of(self.structure)
         body = b"".join(
             (
                 _HEAD.pack(
@@ -103,7 +107,7 @@ class Manifest:
                 np.array(self.blobs, "<i8").tobytes(),
                 np.array(dims, "<i8").tobytes(),
                 np.array([number for _, number in self.names], "<u4").tobytes(),
-                np.array([DTYPES.index(d) for d in self.dtypes], "u1").tobytes(),
+                np.array([_CODE[d] for d in self.dtypes], "u1").tobytes(),
                 np.array([len(shape) for shape in self.shapes], "u1").tobytes(),
                 names,
                 text,
@@ -173,6 +177,11 @@ class Manifest:
         )
 
 
+def text_of(structure: Any) -> bytes:
+    """A structure as manifests hold it."""
+    return json.dumps(structure, separators=(",", ":")).encode()
+
+
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
     """Size of a tensor."""
-    return math.prod(shape) * int(_ITEMSIZE[DTYPES.index(dtype)])
+    return math.prod(shape) * _ITEMSIZE[dtype]

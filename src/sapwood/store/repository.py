@@ -32,6 +32,7 @@ from sapwood.storage.base import QUIET_SECONDS
 from sapwood.store.ancestry import Ancestor, Ancestry, Transfer, pairs_by_name
 from sapwood.store.architecture import PackedGraph, layer_sizes, pack_graph
 from sapwood.store.comparing import Change, compare
+from sapwood.store.known import KnownStates
 from sapwood.store.raw import bytes_of, dtype_name, empty, tensor_in
 from sapwood.store.selection import select
 from sapwood.store.stored import StoredModel
@@ -60,6 +61,7 @@ class Repository:
         """The back end is this object's to close; ``durability`` is what ``save`` promises."""
         self._backend = backend
         self._ancestry = Ancestry(backend)
+        self._states = KnownStates()
         self.durability = durability
 
     # -- saving ------------------------------------------------------------------------------
@@ -99,7 +101,8 @@ class Repository:
         promised = self.durability if durability is None else durability_of(durability)
         labels = tuple(dict.fromkeys(check_version(tag) for tag in tags))
         self._refuse_existing(target)
-        parts = take_apart(value)
+        known = isinstance(value, nn.Module)
+        parts = self._states.take_apart(value) if known else take_apart(value)
         dtypes = tuple(map(dtype_name, parts.tensors))
         sources = [bytes_of(tensor) for tensor in parts.tensors]
         origin = self._backend.manifest(parse(parent)) if parent is not None else None
@@ -110,6 +113,7 @@ class Repository:
             tuple(fresh(i) if len(data) else NOTHING for i, data in enumerate(sources)),
             parts.names,
             parts.structure,
+            text=parts.text,
         )
         graph = self._graph(value, sample)
         packed = pack_graph(graph) if graph is not None else PackedGraph(b"", {})
@@ -211,7 +215,8 @@ class Repository:
         complete = layers is None if strict is None else strict
         others = other_entries(manifest) if layers is None else []
         inside = [n for n in names if any(n.startswith(f"{entry}.") for entry in others)]
-        direct = [name for name in names if name not in set(inside)]
+        others_names = set(inside)
+        direct = [name for name in names if name not in others_names]
         if strict is False and layers is None:
             here = names_of(into)
             direct = [name for name in direct if name in here]
