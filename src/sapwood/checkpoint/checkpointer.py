@@ -235,6 +235,7 @@ class Checkpointer:
         """
         self._check_open()
         self._run.check_between_steps("save()")
+        self._run.wait_ready()  # a fork may still be getting its parent's state
         self._metrics.update(metrics_given(metrics))
         report = self._saver.save(self._run.step_count)
         self._saver.say_what_came_late(report)
@@ -282,6 +283,7 @@ class Checkpointer:
         self._check_open()
         run = self._run
         run.check_between_steps("restore()")
+        run.wait_ready()  # else a fork's state might come over the one that is restored
         # Found once, when it is needed: a model is long to walk.
         contents = cache(lambda: collect(run.model, run.optimizer, lambda name: (0,)))
         with run.trace.span("ckpt_restore"):

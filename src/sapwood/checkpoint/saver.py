@@ -336,10 +336,12 @@ class Saver:
         if capture is not None:
             self._finish(capture, step)
             return
-        self._stuck = start if self._stuck is None else self._stuck
+        # Read once: the engine's thread forgets it when memory becomes free, at any moment.
+        since = self._stuck
+        self._stuck = since = start if since is None else since
         self._absent(step, 0)
         self._stats.skipped.append(step)
-        waited = time.monotonic() - self._stuck
+        waited = time.monotonic() - since
         error = CheckpointError(
             f"step {step} is not saved: earlier checkpoints have not been written for "
             f"{waited:.3g} s; see the tiers' warnings, or save less often"

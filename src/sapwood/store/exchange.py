@@ -105,7 +105,12 @@ def _tensor(whole: Any, part: FilePart) -> Tensor:
 
 def _read_torch(path: Path) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        fd = open_regular(path)
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        with os.fdopen(fd, "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # of many kinds, for a file that may hold anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StoreError(
