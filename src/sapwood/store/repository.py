@@ -32,6 +32,7 @@ from sapwood.storage.base import QUIET_SECONDS
 from sapwood.store.ancestry import Ancestor, Ancestry, Transfer, pairs_by_name
 from sapwood.store.architecture import PackedGraph, layer_sizes, pack_graph
 from sapwood.store.comparing import Change, compare
+from sapwood.store.kept import alike_files, check_files
 from sapwood.store.raw import bytes_of, dtype_name, empty, tensor_in
 from sapwood.store.selection import select
 from sapwood.store.stored import StoredModel
@@ -73,6 +74,7 @@ class Repository:
         tags: Iterable[str] = (),
         metrics: Mapping[str, float] | None = None,
         note: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes | memoryview] | None = None,
         sample: Any = None,
         durability: Durability | str | None = None,
     ) -> ModelRecord:
@@ -85,6 +87,7 @@ class Repository:
             tags: names that shall point to it; they move.
             metrics: numbers to find it by, such as ``{"val_acc": 0.93}``.
             note: anything else to remember, as JSON.
+            files: small files to keep beside the tensors, such as ``config.json``, by name.
             sample: what the module's forward gets, a tensor or ``state.graph.Sample``: the graph
                 of its layers is found with it, by which it is an ancestor of other models. Only
                 shapes matter. Without one, a graph is kept where one is found all the same.
@@ -104,12 +107,18 @@ class Repository:
         sources = [bytes_of(tensor) for tensor in parts.tensors]
         origin = self._backend.manifest(parse(parent)) if parent is not None else None
         alike = _alike(parts, dtypes, origin[1]) if origin is not None else {}
+        kept = check_files(files or {})
+        sources += kept.values()
+        if origin is not None:
+            alike |= alike_files(kept, origin[1], len(dtypes))
         manifest = Manifest(
-            dtypes,
-            tuple(tuple(tensor.shape) for tensor in parts.tensors),
+            dtypes + ("uint8",) * len(kept),
+            tuple(tuple(tensor.shape) for tensor in parts.tensors)
+            + tuple((len(data),) for data in kept.values()),
             tuple(fresh(i) if len(data) else NOTHING for i, data in enumerate(sources)),
             parts.names,
             parts.structure,
+            files=tuple((name, len(dtypes) + i) for i, name in enumerate(kept)),
         )
         graph = self._graph(value, sample)
         packed = pack_graph(graph) if graph is not None else PackedGraph(b"", {})
