@@ -148,7 +148,14 @@ class Manifest:
             return found._with_files() if magic == _WITH_FILES else found
         except Damaged:
             raise
-        except (BadName, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        except (
+            BadName,
+            ValueError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             raise Damaged(f"a manifest is damaged: {error}") from error
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Files that are kept with a version, beside its tensors: ``config.json``, a tokenizer, a licence."""
+"""Files that are kept with a version, beside its tensors: config.json, a tokenizer."""
 
 from __future__ import annotations
 

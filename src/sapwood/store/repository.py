@@ -32,6 +32,7 @@ from sapwood.storage.base import QUIET_SECONDS
 from sapwood.store.ancestry import Ancestor, Ancestry, Transfer, pairs_by_name
 from sapwood.store.architecture import PackedGraph, layer_sizes, pack_graph
 from sapwood.store.comparing import Change, compare
+from sapwood.store.finding import ordered, search
 from sapwood.store.kept import alike_files, check_files
 from sapwood.store.raw import bytes_of, dtype_name, empty, tensor_in
 from sapwood.store.selection import select
@@ -264,6 +265,25 @@ class Repository:
     def models(self, pattern: str = "*") -> list[ModelRecord]:
         """Every version of the models whose name fits a pattern, by name, oldest first."""
         return list(self._backend.models(pattern))
+
+    def find(
+        self, expression: str, *, by: str | None = None, lower: bool = False
+    ) -> list[ModelRecord]:
+        """The versions that fit an expression such as ``val_acc > 0.9 and size < 1GB``.
+
+        What it may say is in ``sapwood.store.finding``: metrics, name, version, tag, size,
+        tensors, created and age, with ``and``, ``or``, ``not`` and parentheses.
+
+        Args:
+            expression: what they must fit.
+            by: the best by this metric first; else by name, oldest first.
+            lower: less is better in that metric.
+
+        Raises:
+            ConfigError: it cannot be read, or is about a metric that no version has.
+        """
+        found = search(self._backend.models(), expression)
+        return found if by is None else ordered(found, by, lower=lower)
 
     def tag(self, reference: str, tag: str) -> ModelRecord:
         """Make a tag point to a version; it moves if it pointed to another one."""
