@@ -13,6 +13,7 @@ from sapwood.errors import BadName
 
 __all__ = [
     "Reference",
+    "check_file",
     "check_name",
     "check_version",
     "nearest",
@@ -24,7 +25,7 @@ __all__ = [
 _PART = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})*")
 _VERSION = re.compile(_PART)
-_NAME_LENGTH, _VERSION_LENGTH = 200, 100
+_NAME_LENGTH, _VERSION_LENGTH, _FILE_LENGTH = 200, 100, 200
 _RANDOM_BITS = 20
 """Below the milliseconds in a version's number, so that two providers do not give the same one."""
 _RULE = "letters, digits and '._+=-', each part beginning with a letter or a digit"
@@ -78,6 +79,23 @@ def check_version(text: str) -> str:
         raise BadName(
             f"{text!r} is no version or tag: they are of {_RULE}, at most {_VERSION_LENGTH} "
             "characters"
+        )
+    return text
+
+
+def check_file(text: str) -> str:
+    """The name of a file that is kept with a version: a relative path with ``/`` in it.
+
+    Raises:
+        BadName: it would not be a path inside a folder, on any system.
+    """
+    parts = text.split("/") if isinstance(text, str) else [""]
+    odd = any(part in ("", ".", "..") for part in parts) or not text.isprintable()
+    if odd or len(text.encode("utf-8", "replace")) > _FILE_LENGTH or set(text) & set("\\:"):
+        raise BadName(
+            f"{text!r} is no name of a file: expected a path inside a folder such as "
+            "'config.json', without '..', ':', backslashes and control characters, of at most "
+            f"{_FILE_LENGTH} bytes"
         )
     return text
 

@@ -42,7 +42,7 @@ def verify(
         except SapwoodError as error:
             found.problems.append(f"{record.reference}: {error}")
             continue
-        for name, number in manifest.names:
+        for name, number in (*manifest.names, *manifest.files):
             row = manifest.row(number)
             if row.blob != NOTHING:
                 users.setdefault(row.blob, f"{record.reference} {name}")

@@ -32,6 +32,8 @@ from sapwood.storage.base import QUIET_SECONDS
 from sapwood.store.ancestry import Ancestor, Ancestry, Transfer, pairs_by_name
 from sapwood.store.architecture import PackedGraph, layer_sizes, pack_graph
 from sapwood.store.comparing import Change, compare
+from sapwood.store.finding import ordered, search
+from sapwood.store.kept import alike_files, check_files
 from sapwood.store.known import KnownStates
 from sapwood.store.raw import bytes_of, dtype_name, empty, tensor_in
 from sapwood.store.selection import select
@@ -75,6 +77,7 @@ class Repository:
         tags: Iterable[str] = (),
         metrics: Mapping[str, float] | None = None,
         note: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes | memoryview] | None = None,
         sample: Any = None,
         durability: Durability | str | None = None,
     ) -> ModelRecord:
@@ -87,6 +90,7 @@ class Repository:
             tags: names that shall point to it; they move.
             metrics: numbers to find it by, such as ``{"val_acc": 0.93}``.
             note: anything else to remember, as JSON.
+            files: small files to keep beside the tensors, such as ``config.json``, by name.
             sample: what the module's forward gets, a tensor or ``state.graph.Sample``: the graph
                 of its layers is found with it, by which it is an ancestor of other models. Only
                 shapes matter. Without one, a graph is kept where one is found all the same.
@@ -107,12 +111,18 @@ class Repository:
         sources = [bytes_of(tensor) for tensor in parts.tensors]
         origin = self._backend.manifest(parse(parent)) if parent is not None else None
         alike = _alike(parts, dtypes, origin[1]) if origin is not None else {}
+        kept = check_files(files or {})
+        sources += kept.values()
+        if origin is not None:
+            alike |= alike_files(kept, origin[1], len(dtypes))
         manifest = Manifest(
-            dtypes,
-            tuple(tuple(tensor.shape) for tensor in parts.tensors),
+            dtypes + ("uint8",) * len(kept),
+            tuple(tuple(tensor.shape) for tensor in parts.tensors)
+            + tuple((len(data),) for data in kept.values()),
             tuple(fresh(i) if len(data) else NOTHING for i, data in enumerate(sources)),
             parts.names,
             parts.structure,
+            files=tuple((name, len(dtypes) + i) for i, name in enumerate(kept)),
             text=parts.text,
         )
         graph = self._graph(value, sample)
@@ -260,6 +270,25 @@ class Repository:
     def models(self, pattern: str = "*") -> list[ModelRecord]:
         """Every version of the models whose name fits a pattern, by name, oldest first."""
         return list(self._backend.models(pattern))
+
+    def find(
+        self, expression: str, *, by: str | None = None, lower: bool = False
+    ) -> list[ModelRecord]:
+        """The versions that fit an expression such as ``val_acc > 0.9 and size < 1GB``.
+
+        What it may say is in ``sapwood.store.finding``: metrics, name, version, tag, size,
+        tensors, created and age, with ``and``, ``or``, ``not`` and parentheses.
+
+        Args:
+            expression: what they must fit.
+            by: the best by this metric first; else by name, oldest first.
+            lower: less is better in that metric.
+
+        Raises:
+            ConfigError: it cannot be read, or is about a metric that no version has.
+        """
+        found = search(self._backend.models(), expression)
+        return found if by is None else ordered(found, by, lower=lower)
 
     def tag(self, reference: str, tag: str) -> ModelRecord:
         """Make a tag point to a version; it moves if it pointed to another one."""

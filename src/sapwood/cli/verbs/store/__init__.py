@@ -6,7 +6,8 @@ from cyclopts import App
 
 from sapwood.cli.verbs.store.care import gc, rm, tag, untag, verify
 from sapwood.cli.verbs.store.history import diff, log
-from sapwood.cli.verbs.store.listing import ls, show
+from sapwood.cli.verbs.store.hub import hub
+from sapwood.cli.verbs.store.listing import find, ls, show
 from sapwood.cli.verbs.store.moving import get, put
 
 __all__ = ["store"]
@@ -19,9 +20,11 @@ is the folder `models`, or what `--at` says, or SAPWOOD_STORE.
 ```
 sapwood store put weights.safetensors resnet50@imagenet --tag best
 sapwood store ls                            what is there
+sapwood store find 'val_acc > 0.9'          versions by metric, name, tag, size or age
 sapwood store show resnet50                 its tensors, and what it comes from
 sapwood store diff resnet50@1 resnet50@2    which tensors changed, and by how much
 sapwood store get resnet50@best out.safetensors
+sapwood store hub                           for transformers and others, as HF_ENDPOINT
 sapwood store gc                            give back the room of what was removed
 ```
 """
@@ -32,6 +35,6 @@ def __getattr__(name: str) -> App:
     if name != "store":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     app = App(name="store", help=_ABOUT, help_format="markdown")
-    for verb in (ls, show, log, diff, get, put, tag, untag, rm, gc, verify):
+    for verb in (ls, find, show, log, diff, get, put, tag, untag, rm, gc, verify, hub):
         app.command(verb)
     return app

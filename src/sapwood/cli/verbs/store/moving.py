@@ -14,25 +14,40 @@ from sapwood.errors import ConfigError
 __all__ = ["get", "put"]
 
 
-def get(model: str, out: Path, /, *, at: At = None) -> None:
-    """Write a version into a file that other tools read; a file that exists is never overwritten.
+def get(
+    model: str,
+    out: Path,
+    /,
+    *,
+    at: At = None,
+    shard_size: Annotated[str | None, Parameter()] = None,
+) -> None:
+    """Write a version into a file or folder that other tools read; nothing is ever overwritten.
+
+    A folder gets every file that was kept with the version, byte for byte, and its weights as
+    safetensors files, called and split as they came: what transformers and others load.
 
     ```
     sapwood store get resnet50@best model.safetensors
     sapwood store get nt3/run7 model.pt
+    sapwood store get llama@base llama/
+    sapwood store get llama@base llama/ --shard-size 5GB
     ```
 
     Args:
         model: `name@version`, `name@tag`, or a name.
-        out: The file to write: .safetensors, .pt or .pth.
+        out: The file to write, .safetensors, .pt or .pth; any other name is a folder.
         at: The repository.
+        shard_size: Split the weights of a folder into files of at most this size.
     """
     from sapwood.store.exchange import write_model
+    from sapwood.store.finding import parse_size
 
+    most = None if shard_size is None else parse_size(shard_size)
     with opened(at) as repo:
         stored = repo.open(model)
         with progress("writing", stored.manifest.nbytes) as advance:
-            nbytes = write_model(stored, out, advance=advance)
+            nbytes = write_model(stored, out, shard_bytes=most, advance=advance)
     print(f"wrote {out}: {stored.record.reference}, {len(stored)} tensors, {size(nbytes)}")
 
 
@@ -45,14 +60,17 @@ def put(
     parent: str | None = None,
     tag: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     metric: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    without: Annotated[tuple[str, ...], Parameter(negative="")] = (),
 ) -> None:
     """Save a file's model as a new version; the repository is made if it is not there.
 
     Reads .safetensors files, what `torch.save` wrote (without ever running code from it), and
-    folders with safetensors files, as Hugging Face has them.
+    folders with either, as Hugging Face has them: every other file of such a folder is kept with
+    the version, byte for byte.
 
     ```
     sapwood store put weights.safetensors resnet50@imagenet
+    sapwood store put hf-folder/ llama@base --without '*.gguf'
     sapwood store put model.pt nt3/run7 --parent nt3/run7@12 --tag best --metric val_acc=0.93
     ```
 
@@ -63,14 +81,26 @@ def put(
         parent: The version it comes from: tensors that are still the same take no room.
         tag: A tag that shall point to it; may be given several times.
         metric: A number to remember, as name=value; may be given several times.
+        without: Files of a folder to leave out, as a pattern; may be given several times.
     """
     from sapwood.store.exchange import read_model
 
     metrics = dict(map(_metric, metric))
     with opened(at, create=True) as repo:
-        value, note = read_model(path)
-        record = repo.save(value, model, parent=parent, tags=tag, metrics=metrics, note=note)
-    print(f"saved {record.reference}: {record.tensors} tensors, {size(record.nbytes)}")
+        found = read_model(path, without=without)
+        record = repo.save(
+            found.value,
+            model,
+            parent=parent,
+            tags=tag,
+            metrics=metrics,
+            note=found.note,
+            files=found.files,
+        )
+    for line in found.said:
+        print(line)
+    files = f" and {len(found.files)} files" if found.files else ""
+    print(f"saved {record.reference}: {record.tensors} tensors{files}, {size(record.nbytes)}")
 
 
 def _metric(text: str) -> tuple[str, float]:
