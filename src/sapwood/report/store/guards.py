@@ -96,7 +96,7 @@ def _bad_body(headers: Mapping[str, str]) -> tuple[int, str] | None:
     if kind != "application/json":
         return 415, "expected JSON"
     length = headers.get("content-length", "")
-    if not (length.isascii() and length.isdecimal()):
+    if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
         return 411, "expected content-length"
     if len(length) > 9 or int(length) > _BODY:
         return 413, f"expected at most {_BODY} bytes"

@@ -95,8 +95,8 @@ function numbers(found) {
   const share = (value) => `${count(value)} (${value && value / found.count < 0.001 ? '<0.1' : ((100 * value) / found.count).toFixed(1)} %)`;
   const rows = [
     ['elements', count(found.count)],
-    found.counts.length && ['least', number(found.min, 6)],
-    found.counts.length && ['most', number(found.max, 6)],
+    found.counts.length && ['min', number(found.min, 6)],
+    found.counts.length && ['max', number(found.max, 6)],
     found.counts.length && [found.dtype === 'bool' ? 'share of true' : 'mean', number(found.mean, 6)],
     found.counts.length && found.dtype !== 'bool' && ['std. deviation', number(found.std, 6)],
     ['zeros', share(found.zero)],

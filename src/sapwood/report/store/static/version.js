@@ -65,7 +65,7 @@ function facts(version) {
   return h('dl', { class: 'facts' },
     pair('Saved', when(version.created)),
     pair('Size', bytes(version.bytes)),
-    pair('Elements are', version.dtypes.length ? version.dtypes.slice(0, 3).map(([dtype, size], n) => h('span', { title: bytes(size), text: `${n ? ', ' : ''}${dtype}` })) : '–', version.dtypes.length > 3 && ' …'),
+    pair('dtype', version.dtypes.length ? version.dtypes.slice(0, 3).map(([dtype, size], n) => h('span', { title: bytes(size), text: `${n ? ', ' : ''}${dtype}` })) : '–', version.dtypes.length > 3 && ' …'),
     pair('Parent', version.parent ? [reference(version.parent), version.parent.removed !== null && h('span', { class: 'badge gone', text: 'removed' })] : 'none'),
     children.length > 0 && pair('Children', children.map((child, n) => [n ? ', ' : '', reference(child)]), more > 0 && ` and ${count(more)} more`),
     version.metrics.map(([key, value]) => h('div', { class: 'fact metric' }, h('dt', { text: key, title: key }), h('dd', { text: number(value, 6) }))),
