@@ -24,6 +24,7 @@ __all__ = [
     "BlobPart",
     "Kin",
     "Mappable",
+    "Merging",
     "ModelRecord",
     "NewModel",
     "fresh",
@@ -232,5 +233,18 @@ class Mappable(Protocol):
         """Memory of blobs that may be written to, which never reaches the back end.
 
         None where this cannot be done, as on a network file system.
+        """
+        ...
+
+
+@runtime_checkable
+class Merging(Protocol):
+    """A back end that keeps equal tensors once, and can say which blobs are equal."""
+
+    def canonical(self, blobs: Sequence[int]) -> Mapping[int, int | None]:
+        """For each blob the one that stands for all that are equal to it; it never changes again.
+
+        None while nobody has compared its bytes with others yet. A blob that was removed is left
+        out.
         """
         ...

@@ -135,6 +135,17 @@ class Catalog:
             raise Gone(f"blob {missing[0]} was removed")
         return found
 
+    def canonical(self, blobs: Iterable[int]) -> dict[int, int | None]:
+        """For each blob the one that stands for all equal ones; None where nobody hashed it yet."""
+        wanted = json.dumps(sorted({blob for blob in blobs if blob != NOTHING}))
+        # A blob is merged when it is hashed, and only then: from that moment this is settled.
+        query = (
+            "SELECT id, CASE WHEN digest IS NULL THEN NULL ELSE COALESCE(same_as, id) END "
+            "FROM blob WHERE id IN (SELECT value FROM json_each(?))"
+        )
+        with self._database.reading() as db:
+            return dict(db.execute(query, (wanted,)).fetchall())
+
     # -- architectures -----------------------------------------------------------------------
 
     def kin(

@@ -33,7 +33,7 @@ _BLOCK = 2**20
 
 
 class LocalBackend:
-    """A folder, or memory. Fulfils ``Backend`` and ``Mappable``.
+    """A folder, or memory. Fulfils ``Backend``, ``Mappable`` and ``Merging``.
 
     Owns its database, its keeper, and the thread that merges equal tensors.
     """
@@ -154,6 +154,10 @@ class LocalBackend:
                 raise Damaged(f"{self.name}: pack {place.pack} is truncated")
             found[blob] = packs[place.pack][place.start : end]
         return found
+
+    def canonical(self, blobs: Sequence[int]) -> Mapping[int, int | None]:
+        """As the catalog has them."""
+        return self.catalog.canonical(blobs)
 
     # -- names -------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from sapwood.repository.base import (
     Backend,
     BlobPart,
     Mappable,
+    Merging,
     ModelRecord,
     NewModel,
     fresh,
@@ -302,6 +303,18 @@ class Repository:
         """Remove a version. What other versions share with it stays; ``gc`` frees the rest."""
         return self._backend.remove(parse(reference))
 
+    # -- equal tensors -----------------------------------------------------------------------
+
+    def canonical(self, blobs: Sequence[int]) -> Mapping[int, int | None] | None:
+        """Which of a manifest's blobs are equal: each with the one that stands for all equal ones.
+
+        A blob whose bytes were not compared with others yet has None. None instead of a mapping
+        where the place cannot say.
+        """
+        if not isinstance(self._backend, Merging):
+            return None
+        return self._backend.canonical(blobs)
+
     # -- ancestors ---------------------------------------------------------------------------
 
     def best_ancestor(
@@ -374,6 +387,18 @@ class Repository:
             found.append(self._backend.by_id(parent, found[-1].parent_name or ""))
             seen.add(parent)
         return found
+
+    def by_id(self, id: int, name: str) -> ModelRecord:
+        """A version of a model by its number, also one that was removed.
+
+        Raises:
+            ModelNotFound: there never was.
+        """
+        return self._backend.by_id(id, name)
+
+    def children_of(self, id: int) -> list[ModelRecord]:
+        """The versions whose parent has this number, oldest first; also what was removed."""
+        return list(self._backend.children(id))
 
     def children(self, reference: str) -> list[ModelRecord]:
         """The versions whose parent it is, oldest first."""
