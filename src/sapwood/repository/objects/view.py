@@ -67,8 +67,7 @@ class View(Catalog):
                 if tag == version:
                     raise ModelExists(f"{tag!r} cannot be both a version and a tag")
                 self._refuse_tag(db, model.name, tag)
-            query = "SELECT coalesce(max(id), 0) FROM model WHERE name = ?"
-            last = one(db, query, (model.name,))[0]
+            last = one(db, "SELECT coalesce(max(id), 0) FROM model")[0]
             return model.id if model.id is not None else new_id(last), version
 
     def to_tag(self, reference: Reference, tag: str) -> Event:
