@@ -98,7 +98,9 @@ class Sweep:
             spots = dict(first.spots)
             for pack, key in zip(rewritten, target, strict=True):
                 self._said(f"writing {pack} anew: {first.live[pack]} bytes of it are needed")
-                spots |= self._write_anew(first, pack, key)
+                # Another gc may have removed it: then it has written anew what was needed, too.
+                with suppress(NotFound):
+                    spots |= self._write_anew(first, pack, key)
             gone = self._superseded(first, spots)
             for pack in gone:
                 table = {digest: spots[digest] for digest in first.through[pack]}
