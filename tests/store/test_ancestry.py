@@ -14,9 +14,9 @@ from sapwood.store import open as open_repository
 SAMPLE = torch.randn(2, 3, 8, 8)
 
 
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    with open_repository(tmp_path / "models") as repository:
+@pytest.fixture(params=["folder", "shared"])
+def repo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Repository]:
+    with open_repository(tmp_path / "models", shared=request.param == "shared") as repository:
         yield repository
 
 

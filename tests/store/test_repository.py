@@ -25,10 +25,11 @@ from sapwood.store import Repository
 from sapwood.store import open as open_repository
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(params=["folder", "memory", "shared"])
 def repo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Repository]:
     place = "memory:" if request.param == "memory" else tmp_path / "models"
-    with open_repository(place) as repository:
+    shared = request.param == "shared"
+    with open_repository(place, shared=shared) as repository:
         yield repository
 
 

@@ -1,0 +1,3 @@
+from tests.weed import place, weed
+
+__all__ = ["place", "weed"]
