@@ -48,12 +48,13 @@ class StoredModel(Mapping[str, "StoredTensor"]):
 
     def value(self) -> Any:
         """The whole value that was saved, in memory of its own."""
-        rows = [self.manifest.row(number) for number in range(len(self.manifest.dtypes))]
-        tensors = [empty(row) for row in rows]
+        # Tensors without a name belong to the version, and not to the value: see ``Manifest``.
+        rows = [self.manifest.row(number) for number in {n for _, n in self.manifest.names}]
+        tensors = {row.number: empty(row) for row in rows}
         self._backend.read(
             [
-                BlobPart(row.blob, 0, bytes_of(tensor))
-                for row, tensor in zip(rows, tensors, strict=True)
+                BlobPart(row.blob, 0, bytes_of(tensors[row.number]))
+                for row in rows
                 if row.blob != NOTHING
             ]
         )
