@@ -96,10 +96,11 @@ class Catalog:
         """
         query = (
             "SELECT * FROM model WHERE removed IS NULL AND name GLOB ? "
-            f"AND name {'' if is_hidden(pattern) else 'NOT '}GLOB '{HIDDEN}*' ORDER BY name, id"
+            "AND (name GLOB ?) = ? ORDER BY name, id"
         )
+        values = (pattern, f"{HIDDEN}*", is_hidden(pattern))
         with self._database.reading() as db:
-            return [self._record(db, row) for row in _rows(db).execute(query, (pattern,))]
+            return [self._record(db, row) for row in _rows(db).execute(query, values)]
 
     def by_id(self, id: int, name: str) -> ModelRecord:
         """A version of a model, also one that was removed.
