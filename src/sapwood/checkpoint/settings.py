@@ -11,6 +11,7 @@ from typing import Literal
 from sapwood.errors import ConfigError
 from sapwood.runtime.durations import parse_seconds
 from sapwood.tiers.spec import TierSpec
+from sapwood.tiers.versions.facts import series_of
 
 __all__ = ["CheckpointSettings", "tier_specs"]
 
@@ -104,7 +105,7 @@ def _in_series(spec: TierSpec, place: str) -> TierSpec:
     if spec.kind != "store" or spec.series:
         return spec
     here = place if "://" in place else str(Path(place).resolve())
-    return replace(spec, series=f"name:{spec.name}" if spec.name else here)
+    return replace(spec, series=series_of(spec.name, here))
 
 
 def _spec(given: str | TierSpec, home: TierSpec | None) -> TierSpec:

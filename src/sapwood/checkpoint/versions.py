@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from sapwood.errors import ConfigError
+from sapwood.repository.folder import check_folder
 from sapwood.repository.names import check_name
 from sapwood.runtime.handle import RunHandle
 from sapwood.tiers.spec import NodeMap, TierSpec
@@ -33,6 +35,7 @@ def _named(spec: TierSpec, run: RunHandle, nodes: NodeMap) -> TierSpec:
             f"tier store: {spec.place} is a folder, which one machine may write to, but the ranks "
             f"are on {len(nodes.nodes)} nodes ({', '.join(nodes.nodes)}); use external or s3"
         )
+    check_folder(Path(spec.place), create=True)
     parent = run.forked_from
     name, series = spec.name, spec.series
     if parent is not None and name:  # without a name the place tells a fork from its parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import sapwood.store
 from sapwood.errors import CheckpointError, TierError
 from sapwood.tiers.base import Stored, verify
 from sapwood.tiers.leftovers import Stale
-from sapwood.tiers.record import CheckpointId
+from sapwood.tiers.record import CheckpointId, ShardRecord, describe
 from sapwood.tiers.versions import VersionTier
 from sapwood.tiers.versions.facts import Origin
 from tests.tiers import contract
@@ -98,7 +99,7 @@ def test_what_waits_is_in_nobodys_list_and_sound(tier: VersionTier, place: str) 
 
 def test_shards_of_two_models_never_become_one(tier: VersionTier, place: str) -> None:
     tier.put(*shard(7, 0, 2))
-    with pytest.raises(TierError, match="ranks .* have other tensors"):
+    with pytest.raises(TierError, match="have other tensors"):
         tier.put(*shard(7, 1, 2, large=20_000))
     assert versions(place) == []
 
@@ -219,13 +220,11 @@ def test_what_does_not_change_takes_no_room(place: str, world: int) -> None:
                 tier.put(_described(again, changed), changed)
             nbytes.append(stored_bytes(place))
             assert len(tier.shards()) == step * world
-    assert all(after - before < 20_000 for before, after in zip(nbytes, nbytes[1:], strict=False))
+    assert all(after - before < 20_000 for before, after in pairwise(nbytes))
     assert nbytes[0] > world * 2**17
 
 
-def _described(record, memory):
-    from sapwood.tiers.record import describe
-
+def _described(record: ShardRecord, memory: np.ndarray) -> ShardRecord:
     return describe(
         id=record.id,
         world=record.world,

@@ -16,10 +16,20 @@ from sapwood.repository.base import ModelRecord
 from sapwood.repository.names import HIDDEN, Reference
 from sapwood.tiers.identity import CheckpointId
 
-__all__ = ["STAGED", "Facts", "Origin", "StagedFacts", "home_of", "homes_in"]
+__all__ = [
+    "STAGED",
+    "Facts",
+    "Origin",
+    "StagedFacts",
+    "home_of",
+    "homes_in",
+    "named",
+    "series_of",
+]
 
 STAGED = f"{HIDDEN}shards"
 _NOTE, _SHARD = "checkpoint", "shard"
+_NAMED = "name:"
 _RANK = re.compile(r"rank-(\d+)")
 
 
@@ -127,6 +137,16 @@ class StagedFacts:
             created=record.created,
             reference=record.reference,
         )
+
+
+def series_of(name: str, place: str) -> str:
+    """Which checkpoints are of one training: those of a name, or of a checkpointer's place."""
+    return f"{_NAMED}{name}" if name else place
+
+
+def named(series: str) -> str:
+    """The model's name by which a series is one; empty if it is one by its place."""
+    return series.removeprefix(_NAMED) if series.startswith(_NAMED) else ""
 
 
 def homes_in(series: str) -> str:

@@ -23,7 +23,7 @@ from sapwood.tiers.leftovers import Stale
 from sapwood.tiers.record import CheckpointId, ShardRecord
 from sapwood.tiers.room import NoRoomError
 from sapwood.tiers.versions.connection import Connection
-from sapwood.tiers.versions.facts import Origin
+from sapwood.tiers.versions.facts import Origin, named
 from sapwood.tiers.versions.family import Saved, checkpoints_in, find_saved, model_name, parent_of
 from sapwood.tiers.versions.index import Version, open_version
 from sapwood.tiers.versions.leftover import clear, finish
@@ -133,6 +133,24 @@ class VersionTier:
             for (_, id), waiting in staged_in(backend, self.origin.series).items():
                 found |= {Stored(id, one.rank) for one in waiting}
             return sorted(found)
+
+    def trainings(self) -> list[Origin]:
+        """The trainings that have saved to the repository, those of one name if there is one."""
+        with self._guarded("list"), self._connection.using() as backend:
+            if backend is None:
+                return []
+            found = {
+                Origin(series=one.facts.series, name=named(one.facts.series)): one.record.created
+                for one in checkpoints_in(backend, None, "*")
+            }
+            for shards in staged_in(backend).values():
+                origin = shards[0].origin
+                found[Origin(series=origin.series, name=origin.name)] = shards[0].created
+            return [
+                origin
+                for origin in sorted(found, key=lambda one: (found[one], one.series))
+                if self.origin.name in ("", origin.name)
+            ]
 
     def _checkpoints(self, backend: Backend) -> list[Saved]:
         found = checkpoints_in(backend, self.origin)
