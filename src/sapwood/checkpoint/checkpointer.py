@@ -34,6 +34,7 @@ from sapwood.checkpoint.retention import Policy, last
 from sapwood.checkpoint.saver import Saver
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.checkpoint.together import on_all_ranks
+from sapwood.checkpoint.versions import as_versions, fork_of
 from sapwood.errors import CheckpointError, ConfigError
 from sapwood.events import RunStopping, StateReplaced, StateReplacing
 from sapwood.runtime.ending import AtExit
@@ -67,7 +68,8 @@ class Checkpointer:
         place: a folder, or ``s3://bucket/prefix``.
         tiers: where checkpoints go, cheapest first, such as ``("memory", "local:/scratch",
             "partner", "parity:4+2", "external")``; by default memory and ``place``. With "auto" a
-            short test looks for a fast disk of the node.
+            short test looks for a fast disk of the node. ``"store://models/"`` makes each one a
+            version in a model repository.
         shared: what else to save, by name: anything with ``state_dict`` and ``load_state_dict``
             that is the same on every rank. Schedulers of the run are saved anyway.
         own: the same for what differs from rank to rank, such as a reader's position in the data.
@@ -113,7 +115,7 @@ class Checkpointer:
         self._nodes = find_nodes(run.group)
         if isinstance(tiers, str):
             tiers = self._choose(tiers, place)
-        self.specs = tier_specs(place, tiers)
+        self.specs = as_versions(tier_specs(place, tiers), run, self._nodes)
         self._nodes = find_peers(run.group, self._nodes, self.specs)
         # Also whether replicas are compared: a rank that did not would keep the others waiting.
         mine = f"{secrets.token_hex(6)} {self.settings.check_replicas}"
@@ -479,6 +481,6 @@ def _own_place(run: RunHandle, place: str | Path) -> str | Path:
     """A fork runs its parent's script, and must not take the parent's checkpoints for its own."""
     if run.forked_from is None:
         return place
-    own = f"{str(place).rstrip('/')}/forks/{run.id}"
+    own = fork_of(str(place).rstrip("/"), run.id)
     log.info("checkpoints of this fork go to %s", own)
     return own

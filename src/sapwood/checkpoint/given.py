@@ -39,7 +39,11 @@ def folder_of(place: str | Path) -> str | Path:
     """
     if not isinstance(place, (str, os.PathLike)) or not str(place):
         raise ConfigError(f"place is {place!r}, expected a folder or s3://bucket/prefix")
-    if not str(place).startswith("s3://") and Path(place).exists() and not Path(place).is_dir():
+    if (
+        not str(place).startswith(("s3://", "store://"))
+        and Path(place).exists()
+        and not Path(place).is_dir()
+    ):
         raise ConfigError(f"place is {str(place)!r}, which is no folder; choose another name")
     return place
 

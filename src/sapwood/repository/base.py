@@ -27,6 +27,7 @@ __all__ = [
     "Merging",
     "ModelRecord",
     "NewModel",
+    "Reclaiming",
     "fresh",
 ]
 
@@ -156,7 +157,11 @@ class Backend(Protocol):
         ...
 
     def models(self, pattern: str = "*") -> Sequence[ModelRecord]:
-        """Every version of every model whose name fits, by name, oldest first."""
+        """Every version of every model whose name fits, by name, oldest first.
+
+        Names that begin with a dot (``names.HIDDEN``) are those of unfinished work: they fit only
+        patterns that begin with a dot, too.
+        """
         ...
 
     def by_id(self, id: int, name: str) -> ModelRecord:
@@ -247,4 +252,13 @@ class Merging(Protocol):
         None while nobody has compared its bytes with others yet. A blob that was removed is left
         out.
         """
+        ...
+
+
+@runtime_checkable
+class Reclaiming(Protocol):
+    """A back end that can give back room at once, without a look at everything it keeps."""
+
+    def reclaim(self) -> int:
+        """Give back the room of what was removed; how many bytes. May run beside all else."""
         ...

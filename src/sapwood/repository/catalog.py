@@ -17,7 +17,7 @@ from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
 from sapwood.repository.base import NOTHING, Kin, ModelRecord, NewModel
 from sapwood.repository.database import Database, one
 from sapwood.repository.manifest import Manifest
-from sapwood.repository.names import Reference, nearest, new_id, next_version
+from sapwood.repository.names import HIDDEN, Reference, is_hidden, nearest, new_id, next_version
 
 __all__ = ["Catalog", "NewPack", "PackRow", "Place"]
 
@@ -90,10 +90,17 @@ class Catalog:
             return one(db, query, (name, version)) is not None
 
     def models(self, pattern: str = "*") -> list[ModelRecord]:
-        """Every version of every model whose name fits, by name, oldest version first."""
-        query = "SELECT * FROM model WHERE removed IS NULL AND name GLOB ? ORDER BY name, id"
+        """Every version of every model whose name fits, by name, oldest version first.
+
+        Hidden ones only fit a pattern that is hidden, too.
+        """
+        query = (
+            "SELECT * FROM model WHERE removed IS NULL AND name GLOB ? "
+            "AND (name GLOB ?) = ? ORDER BY name, id"
+        )
+        values = (pattern, f"{HIDDEN}*", is_hidden(pattern))
         with self._database.reading() as db:
-            return [self._record(db, row) for row in _rows(db).execute(query, (pattern,))]
+            return [self._record(db, row) for row in _rows(db).execute(query, values)]
 
     def by_id(self, id: int, name: str) -> ModelRecord:
         """A version of a model, also one that was removed.
@@ -428,7 +435,7 @@ class Catalog:
             like = nearest(str(version), known)
             return ModelNotFound(f"{name} has no version or tag {version!r}{like}")
         every = "SELECT DISTINCT name FROM model WHERE removed IS NULL"
-        names = [row[0] for row in db.execute(every)]
+        names = [row[0] for row in db.execute(every) if not is_hidden(row[0])]
         return ModelNotFound(f"there is no model {name!r}{nearest(name, names)}")
 
     def _record(self, db: sqlite3.Connection, row: sqlite3.Row) -> ModelRecord:

@@ -17,9 +17,9 @@ from sapwood.repository.catalog import Catalog, NewPack, Place
 from sapwood.repository.database import Database
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.merging import Merger
-from sapwood.repository.names import Reference
+from sapwood.repository.names import Reference, is_hidden
 from sapwood.repository.packs import lay_out, new_key, pieces
-from sapwood.repository.sweeping import Swept, sweep
+from sapwood.repository.sweeping import Swept, reclaim, sweep
 from sapwood.repository.verifying import Verified, verify
 from sapwood.storage import Durability, Keeper, Wanted
 from sapwood.storage.base import Mappable
@@ -33,7 +33,9 @@ _BLOCK = 2**20
 
 
 class LocalBackend:
-    """A folder, or memory. Fulfils ``Backend``, ``Mappable`` and ``Merging``.
+    """A folder, or memory.
+
+    Fulfils ``Backend``, ``Mappable``, ``Merging`` and ``Reclaiming``.
 
     Owns its database, its keeper, and the thread that merges equal tensors.
     """
@@ -92,7 +94,8 @@ class LocalBackend:
         except BaseException:
             self.keeper.remove([pack.key])
             raise
-        self._merger.wake()
+        if not is_hidden(model.name):  # else it goes soon, and is not worth hashing
+            self._merger.wake()
         return record
 
     def _same(self, sources: Sequence[memoryview], alike: Mapping[int, int]) -> dict[int, int]:
@@ -209,6 +212,10 @@ class LocalBackend:
         """Merge what is equal, then remove what nobody needs."""
         self.flush()
         return sweep(self.catalog, self.keeper, quiet=quiet, said=said)
+
+    def reclaim(self) -> int:
+        """Remove packs nobody needs, and rewrite those that are mostly of no use."""
+        return reclaim(self.catalog, self.keeper)
 
     def verify(self, *, said: Callable[[str], None]) -> Verified:
         """Of the catalog and every pack."""

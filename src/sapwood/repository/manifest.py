@@ -60,7 +60,11 @@ class Manifest:
     shapes: tuple[tuple[int, ...], ...]
     blobs: tuple[int, ...]
     names: tuple[tuple[str, int], ...]
-    """Every name with the number of its tensor, in the order of the value that was saved."""
+    """Every name with the number of its tensor, in the order of the value that was saved.
+
+    A tensor without a name belongs to the version, and not to the value: whoever saved it knows it
+    by its number, and it is kept and removed with the rest.
+    """
     structure: Any
     graph: bytes = b""
     """The architecture graph, encoded; empty where there is none."""

@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from sapwood.errors import BadName
 
 __all__ = [
+    "HIDDEN",
     "Reference",
     "check_file",
     "check_name",
     "check_version",
+    "is_hidden",
     "nearest",
     "new_id",
     "next_version",
     "parse",
 ]
 
+HIDDEN = "."
+"""What names begin with that no user gives: unfinished work, which lists leave out."""
 _PART = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})*")
 _VERSION = re.compile(_PART)
@@ -98,6 +102,11 @@ def check_file(text: str) -> str:
             f"{_FILE_LENGTH} bytes"
         )
     return text
+
+
+def is_hidden(text: str) -> bool:
+    """Whether a name, or a pattern of names, is of what lists leave out."""
+    return text.startswith(HIDDEN)
 
 
 def next_version(taken: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from sapwood.repository.packs import FOLDER, lay_out, new_key, pieces
 from sapwood.storage import Keeper, Wanted
 from sapwood.storage.base import QUIET_SECONDS
 
-__all__ = ["Swept", "sweep"]
+__all__ = ["Swept", "reclaim", "sweep"]
 
 _WORTH = 0.5
 """A pack of which less than this share is in use is written anew."""
@@ -47,14 +47,7 @@ def sweep(
     """Remove what no model refers to; ``quiet`` as in ``Keeper.sweep``."""
     said("looking for saves that never ended")
     drafts = keeper.sweep(quiet)
-    written = 0
-    for row in catalog.packs():
-        if 0 < row.live < _WORTH * row.nbytes:
-            said(f"writing {row.key} anew: {row.live} of {row.nbytes} bytes are in use")
-            written += _write_anew(catalog, keeper, row)
-    said("removing packs that nothing refers to")
-    dead = catalog.drop_dead_packs()
-    keeper.remove(row.key for row in dead)
+    dead, written = _give_back(catalog, keeper, said)
     orphans = _orphans(catalog, keeper, quiet)
     keeper.remove(key for key, _ in orphans)
     return Swept(
@@ -63,6 +56,27 @@ def sweep(
         drafts=drafts,
         live=sum(row.live for row in catalog.packs()),
     )
+
+
+def reclaim(catalog: Catalog, keeper: Keeper) -> int:
+    """The part of it that needs no look at the keeper's files; bytes of packs that are freed."""
+    dead, written = _give_back(catalog, keeper, lambda _: None)
+    return sum(row.nbytes for row in dead) - written
+
+
+def _give_back(
+    catalog: Catalog, keeper: Keeper, said: Callable[[str], None]
+) -> tuple[list[PackRow], int]:
+    """Packs that were removed, and bytes that were written anew."""
+    written = 0
+    for row in catalog.packs():
+        if 0 < row.live < _WORTH * row.nbytes:
+            said(f"writing {row.key} anew: {row.live} of {row.nbytes} bytes are in use")
+            written += _write_anew(catalog, keeper, row)
+    said("removing packs that nothing refers to")
+    dead = catalog.drop_dead_packs()
+    keeper.remove(row.key for row in dead)
+    return dead, written
 
 
 def _write_anew(catalog: Catalog, keeper: Keeper, row: PackRow) -> int:

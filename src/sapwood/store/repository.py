@@ -41,6 +41,7 @@ from sapwood.store.selection import select
 from sapwood.store.stored import StoredModel
 from sapwood.store.targets import check_fit, fill, named_tensors, names_of
 from sapwood.store.tree import Parts, entries, other_entries, put_together, take_apart
+from sapwood.tiers.versions import tidy
 
 __all__ = ["Repository", "durability_of"]
 
@@ -417,6 +418,8 @@ class Repository:
             quiet: seconds after which an unfinished save of another machine is given up.
             said: called with what is done, for progress.
         """
+        for id in tidy(self._backend, self.durability, quiet=quiet):
+            said(f"removed the shards of checkpoint {id}, which was never whole")
         return self._backend.gc(quiet=quiet, said=said)
 
     def verify(self, *, said: Callable[[str], None] = _ignore) -> Verified:
