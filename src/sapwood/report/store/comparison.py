@@ -140,8 +140,11 @@ class _Measure:
 
 def _different(old: memoryview, new: memoryview, elements: int) -> npt.NDArray[np.bool_]:
     """Which elements differ in any bit."""
-    one = np.frombuffer(old, np.uint8).reshape(elements, -1)
-    other = np.frombuffer(new, np.uint8).reshape(elements, -1)
+    one, other = np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8)
+    if elements > len(one):  # two in a byte
+        apart = one ^ other
+        return np.stack((apart & 15, apart >> 4), -1).reshape(-1) != 0
+    one, other = one.reshape(elements, -1), other.reshape(elements, -1)
     width = one.shape[1]
     if width in (2, 4, 8):
         kind = np.dtype(f"u{width}")
