@@ -21,7 +21,8 @@ function dialog(title, ...content) {
 function actions(label, kind = 'main') {
   const go = h('button', { type: 'submit', class: kind, value: 'go' }, label);
   return { go, row: h('div', { class: 'actions' },
-    h('button', { type: 'submit', value: '', formnovalidate: true }, 'Cancel'), go) };
+    // No submit button: Enter presses the first one of those.
+    h('button', { type: 'button', onclick: (event) => event.target.closest('dialog').close() }, 'Cancel'), go) };
 }
 
 // Keeps the dialog open, with what went wrong, until the work has succeeded.
@@ -30,16 +31,17 @@ function onGo(box, work) {
   const form = box.querySelector('form');
   form.querySelector('.actions').before(problem);
   form.addEventListener('submit', async (event) => {
-    if (event.submitter?.value !== 'go') return;
     event.preventDefault();
-    event.submitter.disabled = true;
+    const go = form.querySelector('[value=go]');
+    if (go.disabled) return;
+    go.disabled = true;
     try {
       await work();
       box.close();
     } catch (error) {
       problem.textContent = error.message;
     }
-    event.submitter.disabled = false;
+    go.disabled = false;
   });
 }
 
