@@ -49,6 +49,10 @@ def objects_in_bucket(place: str, access: dict[str, object]) -> Backend:
     return open_objects(keeper, place, create=True)
 
 
+def objects_in_mooncake(place: str) -> Backend:
+    return open_objects(open_keeper(place), place, create=True)
+
+
 @BY_CHECK
 @pytest.mark.parametrize("opener", [in_memory, objects_in_memory], ids=lambda o: o.__name__)
 def test_memory(check: Check, opener: suite.Opener) -> None:
@@ -70,6 +74,11 @@ def test_objects_in_a_bucket(check: Check, weed: seaweed.Server, place: str) -> 
     check(functools.partial(objects_in_bucket, place, dict(weed.access)))
 
 
+@BY_CHECK
+def test_objects_in_mooncake(check: Check, moon_place: str) -> None:
+    check(functools.partial(objects_in_mooncake, moon_place))
+
+
 @BY_PROCESS_CHECK
 def test_folder_in_several_processes(check: Check, tmp_path: Path) -> None:
     check(functools.partial(in_folder, tmp_path / "models"))
@@ -85,3 +94,8 @@ def test_objects_in_a_bucket_in_several_processes(
     check: Check, weed: seaweed.Server, place: str
 ) -> None:
     check(functools.partial(objects_in_bucket, place, dict(weed.access)))
+
+
+@BY_PROCESS_CHECK
+def test_objects_in_mooncake_in_several_processes(check: Check, moon_place: str) -> None:
+    check(functools.partial(objects_in_mooncake, moon_place))
