@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
@@ -13,7 +15,7 @@ import torch
 
 import sapwood.store
 from sapwood.errors import CheckpointError, TierError
-from sapwood.tiers.base import Stored, verify
+from sapwood.tiers.base import Misplaced, Stored, open_checked, verify
 from sapwood.tiers.leftovers import Stale
 from sapwood.tiers.record import CheckpointId, ShardRecord, describe
 from sapwood.tiers.versions import VersionTier
@@ -239,6 +241,69 @@ def _described(record: ShardRecord, memory: np.ndarray) -> ShardRecord:
 
 def stored_bytes(place: str) -> int:
     return sum(path.stat().st_size for path in Path(place, "packs").rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("limit", [1, 300_000])
+def test_what_is_put_together_takes_little_memory(
+    tier: VersionTier, place: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large tensors of several ranks are saved some at a time, and nothing is left of that."""
+    monkeypatch.setattr("sapwood.tiers.versions.draft.GATHERED", limit)
+    for step in (7, 8):
+        for rank in range(3):
+            tier.put(*shard(step, rank, 3, extras=50_000 if rank else 0))
+    for stored in tier.shards():
+        extras = 50_000 if stored.rank else 0
+        _, memory = shard(stored.id.step, stored.rank, 3, extras=extras)
+        assert np.array_equal(contract.read_all(tier, stored), memory)
+    assert len(tier.shards()) == 6
+    assert hidden(place) == []
+    with sapwood.store.open(place) as repo:
+        repo.flush()
+        assert repo.verify().problems == []
+
+
+def test_a_repository_that_was_removed_is_made_anew(
+    tier: VersionTier, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_all(tier)
+    shutil.rmtree(place)
+    assert list(tier.shards()) == []
+    put_all(tier, step=8)
+    assert "was removed" in caplog.text
+    with closing(VersionTier(place, ORIGIN)) as other:
+        assert list(other.shards()) == [Stored(CheckpointId(8, ATTEMPT), r) for r in range(2)]
+        contract.read_all(other, Stored(CheckpointId(8, ATTEMPT), 1))
+
+
+def test_a_version_that_says_it_is_another_checkpoint_is_damage(
+    tier: VersionTier, place: str
+) -> None:
+    put_all(tier, 1)
+    with closing(sqlite3.connect(Path(place, "catalog.db"))) as db:
+        db.execute("UPDATE model SET note = replace(note, ?, ?)", (str(ID), f"00000009-{ATTEMPT}"))
+        db.commit()
+    with pytest.raises(Misplaced, match="was written as shard 0 of checkpoint 00000007"):
+        open_checked(tier, Stored(CheckpointId(9, ATTEMPT), 0))
+
+
+@pytest.mark.parametrize("note", [{"checkpoint": 3}, {"checkpoint": {"id": "x"}}, {"shard": []}])
+def test_what_others_note_is_not_taken_for_a_checkpoint(
+    tier: VersionTier, place: str, note: dict[str, object]
+) -> None:
+    with sapwood.store.open(place) as repo:
+        repo.save({"w": torch.zeros(3)}, "nt3/run7@step-7", note=note)
+    assert list(tier.shards()) == []
+    put_all(tier)
+    assert versions(place) == ["nt3/run7@step-7", f"nt3/run7@step-7-{ATTEMPT}"]
+
+
+def test_a_name_that_is_taken_twice_is_said(tier: VersionTier, place: str) -> None:
+    with sapwood.store.open(place) as repo:
+        for version in ("step-7", f"step-7-{ATTEMPT}"):
+            repo.save({"w": torch.zeros(3)}, f"nt3/run7@{version}")
+    with pytest.raises(TierError, match="give this training a name of its own"):
+        put_all(tier, 1)
 
 
 def test_damage_is_named(tier: VersionTier, place: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +10,14 @@ from pathlib import Path
 
 from sapwood.errors import TierError
 from sapwood.repository.base import Backend
-from sapwood.repository.folder import is_repository
+from sapwood.repository.folder import CATALOG, is_repository
 from sapwood.repository.opening import is_folder, open_backend
 from sapwood.storage import Durability
 
 __all__ = ["Connection"]
+
+log = logging.getLogger(__name__)
+Mark = tuple[int, int] | None
 
 
 class Connection:
@@ -27,6 +31,7 @@ class Connection:
         self._stays = False
         self._backend: Backend | None = None
         self._most = Durability.WRITTEN
+        self._mark: Mark = None
 
     @property
     def durability(self) -> Durability:
@@ -54,12 +59,20 @@ class Connection:
     def hold(self, *, create: bool = False) -> Backend | None:
         """The same, until ``release``."""
         with self._lock:
+            self._leave_removed()
             if self._backend is None:
                 if not create and is_folder(self._place) and not _is_there(self._place):
                     return None
                 self._backend, self._most = open_backend(self._place, create=create)
+                self._mark = _mark_of(self._place)
             self._users += 1
             return self._backend
+
+    def _leave_removed(self) -> None:
+        """Somebody has removed the folder: what is written to open files there is lost."""
+        if self._backend is not None and not self._users and self._mark != _mark_of(self._place):
+            log.warning("the repository %s was removed, or replaced by another", self._place)
+            self._close()
 
     def release(self) -> None:
         """A user is done."""
@@ -78,6 +91,15 @@ class Connection:
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
+
+
+def _mark_of(place: str) -> Mark:
+    """By what a catalog is known to be the very one that was opened."""
+    try:
+        facts = (Path(place) / CATALOG).stat() if is_folder(place) else None
+    except OSError:
+        return None
+    return None if facts is None else (facts.st_dev, facts.st_ino)
 
 
 def _is_there(place: str) -> bool:

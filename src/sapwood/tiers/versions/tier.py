@@ -106,7 +106,11 @@ class VersionTier:
     def _earlier(self, backend: Backend, record: ShardRecord) -> Version | None:
         """A version that tensors may be unchanged since: the one before, or the one restored."""
         last = self._last
-        if last is not None and last.facts.id.attempt == record.id.attempt:
+        if (
+            last is not None
+            and last.backend is backend
+            and last.facts.id.attempt == record.id.attempt
+        ):
             return last
         parent = parent_of(backend, self.origin, record.id, record.lineage)
         return None if parent is None else self._remember(backend, parent.reference)
