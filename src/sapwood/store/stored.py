@@ -48,9 +48,8 @@ class StoredModel(Mapping[str, "StoredTensor"]):
 
     def value(self) -> Any:
         """The whole value that was saved, in memory of its own."""
-        kept = set(self.files.values())
-        count = len(self.manifest.dtypes)
-        rows = [self.manifest.row(number) for number in range(count) if number not in kept]
+        # Tensors without a name belong to the version, and not to the value: see ``Manifest``.
+        rows = [self.manifest.row(number) for number in {n for _, n in self.manifest.names}]
         tensors = {row.number: empty(row) for row in rows}
         self._backend.read(
             [
