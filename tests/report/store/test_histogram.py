@@ -33,7 +33,14 @@ def of(tensor: Tensor, *, block: int = 64, bins: int = 64) -> Histogram:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_numbers_in_a_byte_are_two() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    found = of(every)
+    assert (found.count, found.zero) == (512, 64)
+    assert (found.least, found.most) == (-6.0, 6.0)
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float4_e2m1fn_x2"])
 def test_every_dtype_is_counted_whatever_its_bits(dtype: str) -> None:
     torch.manual_seed(0)
     bits = torch.randint(0, 256, (16 * 100,), dtype=torch.uint8)

@@ -27,7 +27,8 @@ def failure(
 ) -> Response:
     """An error; ``code`` is what the hub's clients know it by."""
     # Header lines hold no other characters, and a message may quote what a client sent.
-    line = " ".join(message.split()).encode("ascii", "backslashreplace").decode()[:1000]
+    plain = "".join(letter if letter.isprintable() else " " for letter in message)
+    line = " ".join(plain.split()).encode("ascii", "backslashreplace").decode()[:1000]
     given = {"X-Error-Code": code, COMMIT: commit, "X-Error-Message": line}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     kept = {name: value for name, value in given.items() if value} | named

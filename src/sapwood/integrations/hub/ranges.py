@@ -9,7 +9,7 @@ __all__ = ["MOST", "Unsatisfiable", "parse_ranges"]
 
 MOST = 64
 """Ranges of one request; more of them cost a server more than they help a client."""
-_ONE = re.compile(r"\s*(\d{0,19})-(\d{0,19})\s*")
+_ONE = re.compile(r"\s*(\d{0,19})-(\d{0,19})\s*", re.ASCII)
 
 
 class Unsatisfiable(Exception):

@@ -19,5 +19,7 @@ class Incoming:
     """Where it comes from, and what its files say beside tensors."""
     files: Mapping[str, memoryview] = field(default_factory=dict)
     """What lies beside the weights, by name."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that came with it."""
     said: tuple[str, ...] = ()
     """What a user should know: what was left out, and what will not come back as it was."""

@@ -44,7 +44,7 @@ def hub(
     try:
         from sapwood.integrations.hub import HubServer, read_token
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        if (error.name or "").partition(".")[0] not in ("anyio", "starlette", "uvicorn"):
             raise
         raise ConfigError(_INSTALL) from None
 
