@@ -87,7 +87,7 @@ class Saver:
         self._comparing = Worker("sapwood-replicas") if comparison is not None else self._worker
         self._rounds = (-1, 0)  # of which step, and how often it was come to
         self._act_at = 0
-        self._withheld_until = 0
+        self._withheld_until = -1  # before step 0, which can be saved as well
         self._capture: Capture | None = None
         self._capture_step = 0
         self._latest = -1
@@ -113,7 +113,7 @@ class Saver:
         self._agreement = Agreement(self._run.group, attempt.name)
         self._latest = -1
         self._failure, self._rounds = None, (-1, 0)
-        self._act_at = self._withheld_until = 0
+        self._act_at, self._withheld_until = 0, -1
         self._trusted = self._told_of_replicas = False
         self._disarm()
         self._turns.start()
