@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from sapwood.errors import StoreError
 from sapwood.repository.base import Kin, ModelRecord, NewModel
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.names import Reference
@@ -28,7 +29,17 @@ if TYPE_CHECKING:
     from sapwood.repository.sweeping import Swept
     from sapwood.repository.verifying import Verified
 
-__all__ = ["Head", "Member", "Members", "NewPart", "Part", "PartRange", "Provider", "VersionKey"]
+__all__ = [
+    "Head",
+    "Member",
+    "Members",
+    "NewPart",
+    "Part",
+    "PartRange",
+    "Provider",
+    "StaleMembers",
+    "VersionKey",
+]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,6 +71,15 @@ class Members:
     """At how many providers each head and each tensor is."""
     placement: str = "content"
     """``content``: each tensor by its bytes; ``model``: whole models by name, as in the paper."""
+
+
+class StaleMembers(StoreError):
+    """The caller goes by an older list of members than the provider."""
+
+    def __init__(self, message: str, members: Members) -> None:
+        """``members`` is the provider's list; adopt it, and try again."""
+        super().__init__(message)
+        self.members = members
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from sapwood.cli.verbs.store.history import diff, log
 from sapwood.cli.verbs.store.hub import hub
 from sapwood.cli.verbs.store.listing import find, ls, show
 from sapwood.cli.verbs.store.moving import get, put
+from sapwood.cli.verbs.store.serve import serve
 from sapwood.cli.verbs.store.ui import ui
 
 __all__ = ["store"]
@@ -27,6 +28,7 @@ sapwood store diff resnet50@1 resnet50@2    which tensors changed, and by how mu
 sapwood store get resnet50@best out.safetensors
 sapwood store hub                           for transformers and others, as HF_ENDPOINT
 sapwood store gc                            give back the room of what was removed
+sapwood store serve /data/models            let other processes and machines use a repository
 sapwood store ui                            all of it as a page in the browser
 ```
 """
@@ -37,6 +39,6 @@ def __getattr__(name: str) -> App:
     if name != "store":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     app = App(name="store", help=_ABOUT, help_format="markdown")
-    for verb in (ls, find, show, log, diff, get, put, tag, untag, rm, gc, verify, hub, ui):
+    for verb in (ls, find, show, log, diff, get, put, tag, untag, rm, gc, verify, serve, hub, ui):
         app.command(verb)
     return app
