@@ -1,0 +1,80 @@
+"""Who has what: the parts and heads of all providers side by side, version by version."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from sapwood.errors import Unreachable
+from sapwood.repository.base import ModelRecord
+from sapwood.repository.providers.base import Member, Part, VersionKey
+from sapwood.repository.providers.cluster_links import Links, all_silent
+from sapwood.repository.providers.cluster_places import version_of
+
+__all__ = ["HeadCopies", "heads_of", "parts_of"]
+
+_PAGE = 500
+
+
+@dataclass(frozen=True)
+class HeadCopies:
+    """A version, and the providers that have its head."""
+
+    record: ModelRecord
+    holders: tuple[Member, ...]
+
+    @property
+    def version(self) -> VersionKey:
+        """What providers call it."""
+        return version_of(self.record)
+
+
+@dataclass
+class _Found:
+    record: ModelRecord
+    holders: list[Member] = field(default_factory=list)
+
+
+def heads_of(links: Links, members: Sequence[Member]) -> dict[int, HeadCopies]:
+    """All heads of these providers, by number.
+
+    Raises:
+        Unreachable: one does not answer.
+    """
+    answers = links.each(dict.fromkeys(members, lambda provider: provider.models("*")))
+    if answers.silent:
+        raise all_silent(answers.silent.values())
+    found: dict[int, _Found] = {}
+    for member, records in answers.got.items():
+        for record in records:
+            found.setdefault(record.id, _Found(record)).holders.append(member)
+    return {id: HeadCopies(one.record, tuple(one.holders)) for id, one in sorted(found.items())}
+
+
+def parts_of(
+    links: Links, members: Sequence[Member]
+) -> Iterator[tuple[VersionKey, dict[Member, Part]]]:
+    """The parts of these providers, by number of version; a page of each is in memory.
+
+    Raises:
+        Unreachable: one does not answer.
+    """
+    streams = [_pages(links, member) for member in members]
+    merged = heapq.merge(*streams, key=lambda one: one[1].version)
+    for version, some in groupby(merged, key=lambda one: one[1].version):
+        yield version, dict(some)
+
+
+def _pages(links: Links, member: Member) -> Iterator[tuple[Member, Part]]:
+    after = 0
+    while True:
+        answers = links.each({member: lambda provider, after=after: provider.parts(after, _PAGE)})
+        if member in answers.silent:
+            raise Unreachable(str(answers.silent[member]))
+        page = answers.got[member]
+        if not page:
+            return
+        yield from ((member, part) for part in sorted(page, key=lambda part: part.version.id))
+        after = max(part.version.id for part in page)
