@@ -42,8 +42,8 @@ class LocalBackend:
         """Take over what an earlier process left to be hashed."""
         self.name = name
         self.keeper = keeper
+        self.database = database
         self.catalog = Catalog(database)
-        self._database = database
         self._merger = Merger(self.catalog, keeper)
 
     # -- saving ------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class LocalBackend:
         model = model.with_blobs(tuple(place.get(b, b) for b in model.manifest.blobs))
         synced = durability >= Durability.SYNCED
         if not new:
-            return self.catalog.add(model, None, synced=synced)
+            return self.add(model, None, synced=synced)
         pack = NewPack(
             key=new_key(),
             nbytes=nbytes,
@@ -87,12 +87,23 @@ class LocalBackend:
         with self.keeper.begin(pack.key, nbytes, durability=durability) as draft:
             draft.write_parts(pieces(starts, [sources[i] for i in new]))
             draft.publish()
+        return self.add(model, pack, synced=synced)
+
+    def add(self, model: NewModel, pack: NewPack | None, *, synced: bool) -> ModelRecord:
+        """Make a version be there whose pack the keeper has; if that fails, the pack goes.
+
+        Raises:
+            ModelExists: it is there.
+            Gone: something it was to share with others was removed.
+        """
         try:
             record = self.catalog.add(model, pack, synced=synced)
         except BaseException:
-            self.keeper.remove([pack.key])
+            if pack is not None:
+                self.keeper.remove([pack.key])
             raise
-        self._merger.wake()
+        if pack is not None:
+            self._merger.wake()
         return record
 
     def _same(self, sources: Sequence[memoryview], alike: Mapping[int, int]) -> dict[int, int]:
@@ -220,7 +231,7 @@ class LocalBackend:
         """End the merger, wherever it is: the next process goes on."""
         self._merger.close()
         self.keeper.close()
-        self._database.close()
+        self.database.close()
 
 
 def _wanted(place: Place, part: BlobPart) -> Wanted:
