@@ -85,15 +85,6 @@ class StaleMembers(StoreError):
         self.members = members
 
 
-class StaleMembers(StoreError):
-    """The caller goes by an older list of members than the provider."""
-
-    def __init__(self, message: str, members: Members) -> None:
-        """``members`` is the provider's list; adopt it, and try again."""
-        super().__init__(message)
-        self.members = members
-
-
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """A version as its home keeps it: everything but bytes."""

@@ -1,4 +1,4 @@
-"""Questions to a cluster: a name is asked of its homes, everything else of all providers at once."""
+"""Questions to a cluster: names are asked of their homes, the rest of all providers at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Care of a cluster: dropping parts that no version needs, and looking whether all copies are there.
+"""Care of a cluster: dropping what no version needs, and looking whether all copies are there.
 
 A part is dropped when every provider that could have its head has said that it has none. Nothing
 is counted across providers.

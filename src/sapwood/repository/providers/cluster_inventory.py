@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 from sapwood.errors import Unreachable
 from sapwood.repository.base import ModelRecord
-from sapwood.repository.providers.base import Member, Part, VersionKey
+from sapwood.repository.providers.base import Member, Part, Provider, VersionKey
 from sapwood.repository.providers.cluster_links import Links, all_silent
 from sapwood.repository.providers.cluster_places import version_of
 
@@ -70,7 +71,7 @@ def parts_of(
 def _pages(links: Links, member: Member) -> Iterator[tuple[Member, Part]]:
     after = 0
     while True:
-        answers = links.each({member: lambda provider, after=after: provider.parts(after, _PAGE)})
+        answers = links.each({member: partial(_page, after=after)})
         if member in answers.silent:
             raise Unreachable(str(answers.silent[member]))
         page = answers.got[member]
@@ -78,3 +79,7 @@ def _pages(links: Links, member: Member) -> Iterator[tuple[Member, Part]]:
             return
         yield from ((member, part) for part in sorted(page, key=lambda part: part.version.id))
         after = max(part.version.id for part in page)
+
+
+def _page(provider: Provider, after: int) -> Sequence[Part]:
+    return provider.parts(after, _PAGE)
