@@ -63,9 +63,14 @@ def parts_of(
         Unreachable: one does not answer.
     """
     streams = [_pages(links, member) for member in members]
-    merged = heapq.merge(*streams, key=lambda one: one[1].version)
-    for version, some in groupby(merged, key=lambda one: one[1].version):
-        yield version, dict(some)
+    for _, some in groupby(heapq.merge(*streams, key=_place), key=_place):
+        found = dict(some)
+        yield next(iter(found.values())).version, found
+
+
+def _place(one: tuple[Member, Part]) -> tuple[int, VersionKey]:
+    version = one[1].version
+    return version.id, version
 
 
 def _pages(links: Links, member: Member) -> Iterator[tuple[Member, Part]]:
@@ -77,7 +82,7 @@ def _pages(links: Links, member: Member) -> Iterator[tuple[Member, Part]]:
         page = answers.got[member]
         if not page:
             return
-        yield from ((member, part) for part in sorted(page, key=lambda part: part.version.id))
+        yield from ((member, part) for part in sorted(page, key=lambda part: (part.version.id, part.version)))
         after = max(part.version.id for part in page)
 
 
