@@ -146,5 +146,3 @@ class Cluster:
     def close(self) -> None:
         for node in self.nodes.values():
             node.provider.close()
-
-

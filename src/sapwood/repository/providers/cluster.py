@@ -18,6 +18,7 @@ from sapwood.repository.providers.cluster_asking import Asking
 from sapwood.repository.providers.cluster_care import gc, verify
 from sapwood.repository.providers.cluster_handles import with_handles
 from sapwood.repository.providers.cluster_links import Connect, Links, all_of
+from sapwood.repository.providers.cluster_membership import Membership
 from sapwood.repository.providers.cluster_places import version_of
 from sapwood.repository.providers.cluster_reading import mapped, read
 from sapwood.repository.providers.cluster_saving import save
@@ -44,6 +45,11 @@ class ClusterBackend:
     def members(self) -> Members:
         """The list of providers that it goes by now."""
         return self.links.members
+
+    @property
+    def membership(self) -> Membership:
+        """Changes of that list."""
+        return Membership(self.links)
 
     # -- saving and reading ------------------------------------------------------------------
 

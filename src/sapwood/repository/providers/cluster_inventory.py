@@ -82,7 +82,10 @@ def _pages(links: Links, member: Member) -> Iterator[tuple[Member, Part]]:
         page = answers.got[member]
         if not page:
             return
-        yield from ((member, part) for part in sorted(page, key=lambda part: (part.version.id, part.version)))
+        yield from (
+            (member, part)
+            for part in sorted(page, key=lambda part: (part.version.id, part.version))
+        )
         after = max(part.version.id for part in page)
 
 
