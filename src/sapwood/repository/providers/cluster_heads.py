@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from sapwood.errors import ModelExists, ModelNotFound, Unreachable
+from sapwood.errors import Denied, ModelExists, ModelNotFound, StoreError, Unreachable
 from sapwood.repository.base import ModelRecord
 from sapwood.repository.providers.base import Head, Member, Members, Provider, VersionKey
 from sapwood.repository.providers.cluster_links import Links, all_silent
@@ -66,7 +66,9 @@ def _as_number(version: str) -> int:
 
 def give_up(links: Links, reserved: Mapping[Member, VersionKey]) -> None:
     """End reservations that were not used."""
-    links.quietly({home: partial(_remove, version=version) for home, version in reserved.items()})
+    calls = {home: partial(_remove, version=version) for home, version in reserved.items()}
+    # What stays reserved cannot be saved again as long as this process lives.
+    links.quietly(calls, insist=True)
 
 
 def put_heads(links: Links, members: Members, head: Head, put: HeadsPut, *, synced: bool) -> None:
@@ -96,8 +98,14 @@ def _put(
 
 def take_back(links: Links, put: HeadsPut, version: VersionKey) -> None:
     """Remove a head that must not stay."""
-    calls = {home: partial(_remove, version=version) for home in put.records}
-    put.silent |= links.each(calls).silent
+    for home in put.records:
+        try:
+            put.silent |= links.each({home: partial(_remove, version=version)}).silent
+        except Denied as error:
+            raise StoreError(
+                f"{version.name}@{version.version} is at {home.name} and could not be taken back: "
+                f"{error}; ask who may delete it to remove it"
+            ) from error
     put.records = {}
 
 

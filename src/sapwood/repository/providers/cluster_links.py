@@ -261,15 +261,20 @@ class Links:
         if asked.silent:
             raise Unreachable(f"{why}: {all_silent(asked.silent.values())}")
 
-    def quietly(self, calls: Mapping[Member, Callable[[Provider], Any]]) -> None:
-        """Ask for what may as well fail, such as clearing away; ``gc`` does it later."""
+    def quietly(
+        self, calls: Mapping[Member, Callable[[Provider], Any]], *, insist: bool = False
+    ) -> None:
+        """Ask for what may as well fail, such as clearing away.
+
+        ``insist``: also those that did not answer a moment ago.
+        """
         for member, call in calls.items():
             try:
                 link = self.link(member)
-                if not link.down:
+                if insist or not link.down or self._members.replicas == 1:
                     link.call(call)
             except SapwoodError as error:
-                log.debug("left for gc: %s", error)
+                log.debug("not cleared away: %s", error)
 
     def close(self) -> None:
         """End all clients and threads. Calling it again does nothing."""
