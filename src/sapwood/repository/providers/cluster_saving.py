@@ -228,7 +228,7 @@ class _Saving:
         """Give back what was taken; what a head that may be there needs stays for ``gc``."""
         version, self.version = self.version, None
         give_up(self.links, self.reserved)
-        if version is not None and not self.heads.silent:
+        if version is not None and not (self.heads.silent or self.heads.records):
             calls = dict.fromkeys(self.holders, lambda provider: provider.drop_part(version))
             self.links.quietly(calls)
         self.reserved, self.holders, self.heads = {}, {}, HeadsPut()
