@@ -194,12 +194,12 @@ class Asking:
 
         One that missed it would go on saying what was before.
         """
+        done: list[T] = []  # by a list that was replaced meanwhile: once more may find nothing
 
         def changed(members: Members) -> T:
             # Those of before come first: whoever copies from there looks once more afterwards.
             where = (*homes_before(members, name), *homes(members, name))
             self._links.require(where, f"{what} needs all homes of {name}")
-            answers: list[T] = []
             missing: list[ModelNotFound] = []
             for home in where:
                 asked = self._links.each({home: partial(_if_found, call)})
@@ -207,12 +207,12 @@ class Asking:
                     raise all_silent(asked.silent.values())
                 answer, error = asked.got[home]
                 if error is None:
-                    answers.append(cast("T", answer))
+                    done.append(cast("T", answer))
                 else:
                     missing.append(error)
-            if not answers:
+            if not done:
                 raise missing[0]
-            return answers[-1]
+            return done[-1]
 
         return self._links.current(changed)
 

@@ -153,24 +153,32 @@ class Links:
         return True
 
     def current(self, call: Callable[[Members], T]) -> T:
-        """Call with the list, and again where a provider says that it has a newer one.
+        """Call with the list, and again as long as it was changed meanwhile.
 
-        Also again where nobody answered of those that were not passed over.
+        Another thread's request may have brought a newer one: what was done by the old list is
+        done again, though no provider has said that it is wrong. Also again where nobody answered
+        of those that were not passed over.
         """
         forgiven = False
         for _ in range(_CHANGES):
             members = self._members
             try:
-                return call(members)
+                answer = call(members)
             except StaleMembers as error:
                 self._correct(error.members)
             except Unreachable:
                 passed = [link for link in list(self._links.values()) if link.down]
-                if forgiven or members.replicas == 1 or not passed:
+                if self._members is members and (forgiven or members.replicas == 1 or not passed):
                     raise
                 forgiven = True
                 for link in passed:
                     link.forgive()
+            except SapwoodError:
+                if self._members is members:
+                    raise
+            else:
+                if self._members is members:
+                    return answer
         raise StoreError(f"the list of providers has changed {_CHANGES} times in one call")
 
     def _correct(self, members: Members) -> None:

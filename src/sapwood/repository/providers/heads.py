@@ -29,6 +29,11 @@ RESERVED_SECONDS = 600.0
 _PREFIX = struct.Struct("<8sI")
 _MAGIC = b"SWKEYS01"
 _MARK = KEY_BYTES - 8
+_CONFIG_OF = """
+CREATE TABLE IF NOT EXISTS config_of (
+    digest BLOB NOT NULL, name TEXT NOT NULL, PRIMARY KEY (digest, name)
+) WITHOUT ROWID
+"""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class HeadStore:
         self._lock = threading.RLock()
         self._reserved: dict[tuple[str, str], _Reservation] = {}
         self._last = 0
+        with database.writing() as db:
+            db.execute(_CONFIG_OF)
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -110,6 +117,10 @@ class HeadStore:
                     f"{model.name}@{model.version}: its number {model.id} belongs to another "
                     "version, or to one that was removed; reserve a new one"
                 )
+            with self._database.writing() as db:
+                # Before the head: who reads it finds its configurations.
+                rows = [(digest, model.name) for digest in model.configs]
+                db.executemany("INSERT OR IGNORE INTO config_of VALUES (?, ?)", rows)
             record = self.catalog.add(stored, None, synced=synced)
             self._end_reservation(model.name, model.version)
             return record
@@ -179,6 +190,18 @@ class HeadStore:
         with self._lock:
             if self.has(version):
                 self.catalog.forget(version.id)
+
+    def config_users(self, digest: bytes) -> list[str]:
+        """The models that a configuration of a layer came with."""
+        query = "SELECT name FROM config_of WHERE digest = ?"
+        with self._database.reading() as db:
+            return [row[0] for row in db.execute(query, (digest,))]
+
+    def reserved_by(self, version: VersionKey, holder: object) -> bool:
+        """Whether a holder has reserved this version, and not saved it yet."""
+        with self._lock:
+            found = self._reserved.get((version.name, version.version))
+            return found is not None and (found.id, found.holder) == (version.id, holder)
 
     def problems(self) -> list[str]:
         """What is wrong with heads, a line each."""

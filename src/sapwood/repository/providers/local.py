@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sapwood.buffers import HandoverPool
 from sapwood.errors import ConfigError, StoreError
 from sapwood.repository.base import Kin, ModelRecord
 from sapwood.repository.database import Database, one
@@ -46,6 +47,7 @@ def open_provider(
     address: str | None = None,
     members: Members | None = None,
     memory: int | None = None,
+    staging: str = "preallocated",
 ) -> LocalProvider:
     """A provider over a folder, which is made if it is not there, or over ``memory:``.
 
@@ -55,6 +57,8 @@ def open_provider(
         address: where others reach it, for messages and the first list of members.
         members: the list to go by if the place has none with a later epoch.
         memory: bytes that ``memory:`` may take at most.
+        staging: ``preallocated``: memory for the next save is there before it comes;
+            ``on_demand`` leaves that out.
 
     Raises:
         ConfigError: there is something else, or another process uses it.
@@ -62,7 +66,7 @@ def open_provider(
     """
     address = address or f"{os.fspath(place)} in this process"
     if place == "memory:":
-        keeper = MemoryKeeper(limit=memory)
+        keeper = MemoryKeeper(limit=memory, pool=HandoverPool(policy=staging, label=name))
         heads = LocalBackend(f"{name} heads", Database(None), MemoryKeeper())
         parts = LocalBackend(f"{name} at {address}", Database(None), keeper)
         return LocalProvider(name, address, heads, parts, members=members)
