@@ -6,7 +6,7 @@ whoever comes first to the first home goes on, and the other one ends there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,8 @@ from sapwood.repository.providers.cluster_links import Links, all_silent
 from sapwood.repository.providers.cluster_places import homes, homes_before
 
 __all__ = ["HeadsPut", "give_up", "put_heads", "reserve", "take_back"]
+
+_TRIES = 5
 
 
 @dataclass
@@ -43,25 +45,55 @@ def reserve(
         ModelExists: it is there, or somebody else is saving it.
         Unreachable: no home answers.
     """
-    now, found = homes(members, name), dict[Member, VersionKey]()
-    silent: list[Unreachable] = []
-    try:
-        for home in (*now, *homes_before(members, name)):
-            answers = links.each({home: lambda provider: provider.reserve(name, version)})
-            found |= answers.got
-            silent += answers.silent.values()
-        if not any(home in found for home in now):
-            raise all_silent(silent)
-    except BaseException:
-        give_up(links, found)
-        raise
-    # A home that was away knows less than the others.
-    label = max((key.version for key in found.values()), key=_as_number)
-    return VersionKey(name, label, max(key.id for key in found.values())), found
+    now = homes(members, name)
+    where = [*now, *homes_before(members, name)]
+    for _ in range(_TRIES):
+        reserved = _Reserved(links, name)
+        try:
+            behind = reserved.at(where, version)
+            if behind is None and not any(home in reserved.found for home in now):
+                raise all_silent(reserved.silent)
+        except BaseException:
+            give_up(links, reserved.found)
+            raise
+        if behind is None:
+            keys = reserved.found.values()
+            return VersionKey(name, reserved.label, max(key.id for key in keys)), reserved.found
+        give_up(links, reserved.found)
+        # That home knows of versions which the first does not: it was away when they came.
+        where.remove(behind)
+        where.insert(0, behind)
+    raise StoreError(f"the homes of {name} do not agree on its versions; try again")
 
 
-def _as_number(version: str) -> int:
-    return int(version) if version.isdecimal() and version.isascii() else 0
+@dataclass
+class _Reserved:
+    """Reservations of one version at several homes."""
+
+    links: Links
+    name: str
+    label: str = ""
+    found: dict[Member, VersionKey] = field(default_factory=dict)
+    silent: list[Unreachable] = field(default_factory=list)
+
+    def at(self, where: Sequence[Member], version: str | None) -> Member | None:
+        """Reserve at all; the first home gives a number, and who has that taken is returned."""
+        for home in where:
+            wanted = version or self.label or None
+            try:
+                answers = self.links.each({home: partial(_reserve, name=self.name, label=wanted)})
+            except ModelExists:
+                if version is not None:
+                    raise
+                return home
+            self.found |= answers.got
+            self.silent += answers.silent.values()
+            self.label = next((key.version for key in self.found.values()), "")
+        return None
+
+
+def _reserve(provider: Provider, name: str, label: str | None) -> VersionKey:
+    return provider.reserve(name, label)
 
 
 def give_up(links: Links, reserved: Mapping[Member, VersionKey]) -> None:
