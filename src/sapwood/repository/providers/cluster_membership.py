@@ -45,6 +45,11 @@ class Membership:
         """``links`` stay the caller's to close."""
         self._links = links
 
+    @property
+    def members(self) -> Members:
+        """The list that this client goes by."""
+        return self._links.members
+
     def states(self) -> list[MemberState]:
         """All providers, those that are on their way out at the end."""
         self._newest()

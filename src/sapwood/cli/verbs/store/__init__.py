@@ -7,6 +7,7 @@ from cyclopts import App
 from sapwood.cli.verbs.store.care import gc, rm, tag, untag, verify
 from sapwood.cli.verbs.store.history import diff, log
 from sapwood.cli.verbs.store.listing import ls, show
+from sapwood.cli.verbs.store.members import members_app
 from sapwood.cli.verbs.store.moving import get, put
 
 __all__ = ["store"]
@@ -14,7 +15,8 @@ __all__ = ["store"]
 _ABOUT = """List, compare, check, import and export the models of a repository.
 
 A *model* is `name@version`, `name@tag`, or a name, which means its latest version. The repository
-is the folder `models`, or what `--at` says, or SAPWOOD_STORE.
+is the folder `models`, or what `--at` says, or SAPWOOD_STORE: a folder, or providers on other
+machines, as sapwood://host:port.
 
 ```
 sapwood store put weights.safetensors resnet50@imagenet --tag best
@@ -34,4 +36,5 @@ def __getattr__(name: str) -> App:
     app = App(name="store", help=_ABOUT, help_format="markdown")
     for verb in (ls, show, log, diff, get, put, tag, untag, rm, gc, verify):
         app.command(verb)
+    app.command(members_app())
     return app
