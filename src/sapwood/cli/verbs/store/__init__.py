@@ -9,6 +9,7 @@ from sapwood.cli.verbs.store.history import diff, log
 from sapwood.cli.verbs.store.listing import ls, show
 from sapwood.cli.verbs.store.members import members_app
 from sapwood.cli.verbs.store.moving import get, put
+from sapwood.cli.verbs.store.serve import serve
 
 __all__ = ["store"]
 
@@ -25,6 +26,7 @@ sapwood store show resnet50                 its tensors, and what it comes from
 sapwood store diff resnet50@1 resnet50@2    which tensors changed, and by how much
 sapwood store get resnet50@best out.safetensors
 sapwood store gc                            give back the room of what was removed
+sapwood store serve /data/models            let other processes and machines use a repository
 ```
 """
 
@@ -34,7 +36,7 @@ def __getattr__(name: str) -> App:
     if name != "store":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     app = App(name="store", help=_ABOUT, help_format="markdown")
-    for verb in (ls, show, log, diff, get, put, tag, untag, rm, gc, verify):
+    for verb in (ls, show, log, diff, get, put, tag, untag, rm, gc, verify, serve):
         app.command(verb)
     app.command(members_app())
     return app
