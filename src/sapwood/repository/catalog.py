@@ -17,7 +17,15 @@ from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
 from sapwood.repository.base import NOTHING, Kin, ModelRecord, NewModel
 from sapwood.repository.database import Database, one
 from sapwood.repository.manifest import Manifest
-from sapwood.repository.names import HIDDEN, Reference, is_hidden, nearest, new_id, next_version
+from sapwood.repository.names import (
+    HIDDEN,
+    Reference,
+    is_hidden,
+    nearest,
+    new_id,
+    next_version,
+    time_of,
+)
 
 __all__ = ["Catalog", "NewPack", "PackRow", "Place"]
 
@@ -370,14 +378,33 @@ class Catalog:
             )
             return record
 
+    def layers(self, id: int) -> dict[bytes, int]:
+        """Bytes of each layer of a version, by the layer's id."""
+        with self._database.reading() as db:
+            return dict(db.execute("SELECT id, nbytes FROM layer WHERE model = ?", (id,)))
+
+    def forget(self, id: int) -> None:
+        """Take away a version that another catalog has, and that it was there."""
+        with self._database.writing() as db:
+            query = "SELECT manifest FROM model WHERE id = ? AND removed IS NULL"
+            row = one(db, query, (id,))
+            if row is None:
+                return
+            self._refer(db, Manifest.decode(row[0]).blobs, -1)
+            for table in ("tag", "layer", "metric"):
+                db.execute(f"DELETE FROM {table} WHERE model = ?", (id,))  # noqa: S608
+            db.execute("DELETE FROM model WHERE id = ?", (id,))
+
     # -- inside a transaction ----------------------------------------------------------------
 
     def _add(self, db: sqlite3.Connection, model: NewModel) -> ModelRecord:
         """Insert a version whose blobs are there and counted."""
         version = self._free_version(db, model)
-        id = model.id
+        id, created = model.id, time.time()
         if id is None:
             id = new_id(one(db, "SELECT coalesce(max(id), 0) FROM model")[0])
+        else:
+            created = time_of(id)  # the same in every catalog that has it, now or later
         db.execute(
             "INSERT INTO model (id, name, version, created, parent, parent_name, nbytes, tensors,"
             " manifest, note) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -385,7 +412,7 @@ class Catalog:
                 id,
                 model.name,
                 version,
-                time.time(),
+                created,
                 model.parent,
                 model.parent_name,
                 model.manifest.nbytes,

@@ -24,7 +24,7 @@ from sapwood.repository.verifying import Verified, verify
 from sapwood.storage import Durability, Keeper, Wanted
 from sapwood.storage.base import Mappable
 
-__all__ = ["LocalBackend"]
+__all__ = ["LocalBackend", "equal_bytes"]
 
 _TRIES = 3
 _PROBE = 4096
@@ -118,7 +118,7 @@ class LocalBackend:
             return {}
         if stored is None:
             stored = self._read_whole(alike.values())
-        return {i: blob for i, blob in alike.items() if _equal_bytes(sources[i], stored[blob])}
+        return {i: blob for i, blob in alike.items() if equal_bytes(sources[i], stored[blob])}
 
     def _read_whole(self, blobs: Iterable[int]) -> dict[int, memoryview]:
         places = self.catalog.places(blobs)
@@ -253,7 +253,7 @@ def _wanted(place: Place, part: BlobPart) -> Wanted:
     return Wanted(place.pack, place.start + part.start, part.out)
 
 
-def _equal_bytes(one: memoryview, other: memoryview) -> bool:
+def equal_bytes(one: memoryview, other: memoryview) -> bool:
     """By every byte; a block at a time, so that those that differ cost next to nothing."""
     if len(one) != len(other):
         return False

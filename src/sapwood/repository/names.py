@@ -22,6 +22,7 @@ __all__ = [
     "new_id",
     "next_version",
     "parse",
+    "time_of",
 ]
 
 HIDDEN = "."
@@ -118,6 +119,11 @@ def new_id(after: int = 0) -> int:
     """A number for a version: 63 bits, larger than ``after``, and larger the later it is given."""
     now = time.time_ns() // 1_000_000
     return max(now << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), after + 1)
+
+
+def time_of(id: int) -> float:
+    """When a number was given, in seconds since the epoch."""
+    return (id >> _RANDOM_BITS) / 1000
 
 
 def nearest(wanted: str, known: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sapwood.errors import ConfigError, Gone, GraphError, ModelExists, ModelNotFound, StoreError
+from sapwood.repository.architecture import PackedGraph, layer_sizes, pack_graph
 from sapwood.repository.base import (
     NOTHING,
     Backend,
@@ -31,7 +32,6 @@ from sapwood.state.graph import Graph
 from sapwood.storage import Durability
 from sapwood.storage.base import QUIET_SECONDS
 from sapwood.store.ancestry import Ancestor, Ancestry, Transfer, pairs_by_name
-from sapwood.store.architecture import PackedGraph, layer_sizes, pack_graph
 from sapwood.store.comparing import Change, compare
 from sapwood.store.finding import ordered, search
 from sapwood.store.kept import alike_files, check_files

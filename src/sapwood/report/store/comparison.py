@@ -143,7 +143,7 @@ def _different(old: memoryview, new: memoryview, elements: int) -> npt.NDArray[n
     one, other = np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8)
     if elements > len(one):  # two in a byte
         apart = one ^ other
-        return np.asarray(np.stack((apart & 15, apart >> 4), -1).reshape(-1) != 0
+        return np.asarray(np.stack((apart & 15, apart >> 4), -1).reshape(-1) != 0)
     one, other = one.reshape(elements, -1), other.reshape(elements, -1)
     width = one.shape[1]
     if width in (2, 4, 8):

@@ -71,6 +71,9 @@ class Members:
     """At how many providers each head and each tensor is."""
     placement: str = "content"
     """``content``: each tensor by its bytes; ``model``: whole models by name, as in the paper."""
+    before: tuple[Member, ...] = ()
+    """While data moves to where this list places it: the members of the list before. What is not
+    at its new place yet is there."""
 
 
 class StaleMembers(StoreError):
@@ -127,8 +130,8 @@ class Provider(Protocol):
     """One provider, in this process or through a connection. Calls may come from several threads.
 
     Every call raises ``Unreachable`` if nobody answers, ``Denied`` if the token has no right to
-    it,
-    ``StoreError`` or ``StorageError`` if it cannot be done.
+    it, ``StaleMembers`` if the client goes by an older list of members, ``StoreError`` or
+    ``StorageError`` if it cannot be done.
     """
 
     @property
@@ -208,6 +211,18 @@ class Provider(Protocol):
 
     def remove_head(self, version: VersionKey) -> None:
         """Remove a version; its record stays in the lineage of others."""
+        ...
+
+    def copy_head(self, version: VersionKey) -> Head:
+        """A head as it was put, with its tags, layers and configurations, for another provider.
+
+        Raises:
+            ModelNotFound: it is not here.
+        """
+        ...
+
+    def drop_head(self, version: VersionKey) -> None:
+        """Forget a head that belongs elsewhere now, with its record; no error if it is not here."""
         ...
 
     def find(self, reference: Reference) -> ModelRecord:

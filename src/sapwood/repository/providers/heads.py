@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sapwood.errors import Damaged, ModelExists, ModelNotFound, StoreError
+from sapwood.repository.architecture import configs_of
 from sapwood.repository.base import NOTHING, ModelRecord, NewModel
 from sapwood.repository.catalog import Catalog
 from sapwood.repository.database import Database, one
@@ -158,6 +159,37 @@ class HeadStore:
         record, manifest = self.catalog.manifest(reference)
         manifest, keys = _without_keys(manifest)
         return record, manifest, keys
+
+    def copy(self, version: VersionKey) -> Head:
+        """A head as it was put, with its tags.
+
+        Raises:
+            ModelNotFound: it is not here.
+        """
+        record, manifest, keys = self.get(Reference(version.name, version.version))
+        if record.id != version.id:
+            raise ModelNotFound(f"{record.reference} is here with another number than {version.id}")
+        digests = configs_of(manifest.graph) if manifest.graph else []
+        model = NewModel(
+            name=record.name,
+            version=record.version,
+            manifest=manifest,
+            parent=record.parent,
+            parent_name=record.parent_name,
+            id=record.id,
+            tags=record.tags,
+            metrics=record.metrics,
+            note=record.note,
+            layers=self.catalog.layers(record.id),
+            configs=dict(zip(digests, self.catalog.configs(digests), strict=True)),
+        )
+        return Head(model=model, keys=keys)
+
+    def drop(self, version: VersionKey) -> None:
+        """Forget a head that belongs elsewhere now; no error if it is not here."""
+        with self._lock:
+            if self.has(version):
+                self.catalog.forget(version.id)
 
     def config_users(self, digest: bytes) -> list[str]:
         """The models that a configuration of a layer came with."""

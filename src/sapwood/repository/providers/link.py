@@ -23,6 +23,7 @@ from sapwood.repository.providers.wire import (
     receive_body,
     send,
 )
+from sapwood.storage import Durability
 
 __all__ = ["Exchange", "Link", "split_address"]
 
@@ -40,6 +41,8 @@ class About:
     unix: str
     keeps: bool
     """Whether sealed memory that it is given stays where it is."""
+    durability: Durability
+    """The most it can promise by itself."""
 
 
 class Exchange:
@@ -227,7 +230,12 @@ class Link:
                     f"{self.address} is the provider {name!r}, not {self.name!r}; the list of "
                     "members has a wrong address"
                 )
-            self._about = About(name, str(answer.get("unix")), answer.get("keeps") is True)
+            try:
+                durability = Durability(int(answer.get("durability", "")))
+            except (TypeError, ValueError):
+                raise ChannelError("it promises nothing that is known here") from None
+            keeps = answer.get("keeps") is True
+            self._about = About(name, str(answer.get("unix")), keeps, durability)
         except BaseException:
             connection.close()
             raise

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sapwood.buffers import HandoverPool
 from sapwood.errors import ConfigError, StoreError
@@ -279,6 +280,14 @@ class LocalProvider:
         """Remove a version, or give up that it was reserved; again does nothing."""
         self.heads.remove(version)
 
+    def copy_head(self, version: VersionKey) -> Head:
+        """As it was put, with its tags, for another provider."""
+        return self.heads.copy(version)
+
+    def drop_head(self, version: VersionKey) -> None:
+        """Forget a head that belongs elsewhere now; no error if it is not here."""
+        self.heads.drop(version)
+
     def find(self, reference: Reference) -> ModelRecord:
         """As the catalog has it."""
         return self.heads.catalog.find(reference)
@@ -371,6 +380,7 @@ def members_to_json(members: Members) -> str:
             "members": [[one.name, one.address] for one in members.members],
             "replicas": members.replicas,
             "placement": members.placement,
+            "before": [[one.name, one.address] for one in members.before],
         }
     )
 
@@ -383,12 +393,16 @@ def members_of_json(text: str) -> Members:
     """
     try:
         found = json.loads(text)
-        members = tuple(Member(str(name), str(address)) for name, address in found["members"])
         return Members(
             epoch=int(found["epoch"]),
-            members=members,
+            members=_members_in(found["members"]),
             replicas=int(found["replicas"]),
             placement=str(found["placement"]),
+            before=_members_in(found["before"]),
         )
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise StoreError(f"a list of members is not well formed: {error!r}") from error
+
+
+def _members_in(listed: Any) -> tuple[Member, ...]:
+    return tuple(Member(str(name), str(address)) for name, address in listed)

@@ -35,6 +35,7 @@ from sapwood.repository.providers.placement import KEY_BYTES
 from sapwood.repository.providers.sending import MAPPED
 from sapwood.repository.providers.taking import part_to_body
 from sapwood.repository.providers.wire import (
+    head_of,
     head_to_body,
     join,
     kin_of,
@@ -94,6 +95,15 @@ class RemoteProvider:
     def address(self) -> str:
         """``host:port``."""
         return self._link.address
+
+    @property
+    def durability(self) -> Durability:
+        """The most it can promise by itself.
+
+        Raises:
+            Unreachable: it cannot be reached.
+        """
+        return self._link.about().durability
 
     def _ask(
         self,
@@ -283,6 +293,14 @@ class RemoteProvider:
     def remove_head(self, version: VersionKey) -> None:
         """Needs the right ``delete``, but for what this process has reserved."""
         self._ask("remove_head", {"at": version_to_json(version)})
+
+    def copy_head(self, version: VersionKey) -> Head:
+        """Needs the right ``admin`` to all models."""
+        return head_of(self._ask("copy_head", {"at": version_to_json(version)})[1])
+
+    def drop_head(self, version: VersionKey) -> None:
+        """Needs the right ``admin`` to all models."""
+        self._ask("drop_head", {"at": version_to_json(version)})
 
     def find(self, reference: Reference) -> ModelRecord:
         """As its catalog has it."""

@@ -27,6 +27,7 @@ from sapwood.repository.providers.wire import (
     PROTOCOL,
     error_to_json,
     head_of,
+    head_to_body,
     join,
     number,
     plain,
@@ -270,6 +271,16 @@ class Session:
             self.provider.remove_head(version)
         self._ok()
 
+    def copy_head(self, message: Mapping[str, Any], _: Body) -> None:
+        self.rights.check("admin", _EVERYWHERE)
+        head = self.provider.copy_head(self.version(message.get("at"), "read"))
+        self._ok(None, head_to_body(head))
+
+    def drop_head(self, message: Mapping[str, Any], _: Body) -> None:
+        self.rights.check("admin", _EVERYWHERE)
+        self.provider.drop_head(self.version(message.get("at"), "delete"))
+        self._ok()
+
     def find(self, message: Mapping[str, Any], _: Body) -> None:
         self._name(message, "read")
         with self._discreet():
@@ -377,5 +388,6 @@ _PLACED = {
 _HANDLERS: Mapping[str, _Handler] = {
     name: getattr(Session, name)
     for name in (*sorted(_PLACED), "hello", "members", "take_members", "drop_part", "parts", "gc",
+                 "copy_head", "drop_head",
                  "verify", "flush")
 }  # fmt: skip

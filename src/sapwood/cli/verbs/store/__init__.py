@@ -8,6 +8,7 @@ from sapwood.cli.verbs.store.care import gc, rm, tag, untag, verify
 from sapwood.cli.verbs.store.history import diff, log
 from sapwood.cli.verbs.store.hub import hub
 from sapwood.cli.verbs.store.listing import find, ls, show
+from sapwood.cli.verbs.store.members import members_app
 from sapwood.cli.verbs.store.moving import get, put
 from sapwood.cli.verbs.store.serve import serve
 from sapwood.cli.verbs.store.ui import ui
@@ -17,7 +18,8 @@ __all__ = ["store"]
 _ABOUT = """List, compare, check, import and export the models of a repository.
 
 A *model* is `name@version`, `name@tag`, or a name, which means its latest version. The repository
-is the folder `models`, or what `--at` says, or SAPWOOD_STORE.
+is the folder `models`, or what `--at` says, or SAPWOOD_STORE: a folder, or providers on other
+machines, as sapwood://host:port.
 
 ```
 sapwood store put weights.safetensors resnet50@imagenet --tag best
@@ -41,4 +43,5 @@ def __getattr__(name: str) -> App:
     app = App(name="store", help=_ABOUT, help_format="markdown")
     for verb in (ls, find, show, log, diff, get, put, tag, untag, rm, gc, verify, serve, hub, ui):
         app.command(verb)
+    app.command(members_app())
     return app
