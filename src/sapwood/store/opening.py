@@ -67,7 +67,7 @@ def open(
     """
     promised = None if durability is None else durability_of(durability)
     of_providers = {"token": token, "tls_ca": tls_ca, "local": local, "staging": staging}
-    given = {key: value for key, value in of_providers.items() if value is not None}
+    given: dict[str, Any] = {key: value for key, value in of_providers.items() if value is not None}
     if isinstance(place, str) and place.startswith(SCHEME):
         _refuse(place, {**_only(shared=shared), **_beyond(options, "timeout")})
         backend, most, alone = open_on_providers(place, **given, **options)
