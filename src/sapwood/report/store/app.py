@@ -175,13 +175,14 @@ class Page:
         found = self._differences.get(key)
         if found is not None:
             return Response(line({**ends, "found": summary(found)}), media_type=_LINES)
-        job = self._jobs.start(lambda job: self._compared(job, before, after))
 
         async def lines() -> AsyncIterator[bytes]:
             yield line(ends) + b"\n"
-            async for done, total, what in job.until_done():
-                yield line({"done": done, "total": total, "what": short(what)}) + b"\n"
             try:
+                # Begun here, for who has left already never comes so far.
+                job = self._jobs.start(lambda job: self._compared(job, before, after))
+                async for done, total, what in job.until_done():
+                    yield line({"done": done, "total": total, "what": short(what)}) + b"\n"
                 found = self._differences.keep(key, job.result())
                 yield line({**ends, "found": summary(found)}) + b"\n"
             except SapwoodError as error:

@@ -71,7 +71,11 @@ class Serving:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="sapwood-page-server")
         self._thread.start()
-        self._await_start()
+        try:
+            self._await_start()
+        except BaseException:  # also Ctrl-C: nobody else would end the thread
+            self.close()
+            raise
 
     @property
     def url(self) -> str:
@@ -110,7 +114,6 @@ class Serving:
         deadline = time.monotonic() + _START
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
-                self.close()
                 raise StoreError(f"the server did not start within {_START:g} s; see its log")
             time.sleep(0.01)
 

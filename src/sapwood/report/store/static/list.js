@@ -25,6 +25,7 @@ export async function showList(root, values, signal) {
   });
 
   const change = (more) => {
+    if (signal.aborted) return undefined; // typed just before another view was opened
     Object.assign(state, more);
     if (!('offset' in more)) state.offset = 0;
     amend(listAddress({ ...state, view: state.view === 'models' ? 'models' : '', offset: state.offset || '' }));
@@ -44,6 +45,7 @@ export async function showList(root, values, signal) {
 
   async function load({ quietly = false } = {}) {
     clearTimeout(timer);
+    if (signal.aborted) return;
     asking.abort();
     asking = new AbortController();
     const own = asking.signal;
@@ -109,8 +111,11 @@ function head(sort, label, kind, title, state, change) {
   const on = state.sort === sort;
   const up = state.order === 'asc';
   const order = on ? (up ? 'desc' : 'asc') : (sort === 'name' ? 'asc' : 'desc');
+  // Before the label of numbers, so that label and numbers end at the same place.
+  const parts = [h('span', { class: 'label', text: label }), h('span', { class: 'arrow', 'aria-hidden': 'true', text: on ? (up ? '↑' : '↓') : '' })];
+  if (kind.includes('num')) parts.reverse();
   return h('th', { class: kind, scope: 'col', 'aria-sort': on ? (up ? 'ascending' : 'descending') : undefined },
-    h('button', { type: 'button', class: 'sort', title: `Sort by ${label}`, onclick: () => change({ sort, order }) }, h('span', { class: 'label', text: label }), h('span', { class: 'arrow', 'aria-hidden': 'true', text: on ? (up ? '↑' : '↓') : '' })));
+    h('button', { type: 'button', class: 'sort', title: `Sort by ${label}`, onclick: () => change({ sort, order }) }, parts));
 }
 
 function line(row, found, models, change, drawChoice) {

@@ -34,6 +34,7 @@ export async function showTensors(root, version, signal) {
   replace(root, h('div', { class: 'bar' }, search, order, note), h('div', { class: 'split' }, h('div', { class: 'grow' }, body, foot), side));
 
   function look(row) {
+    if (signal.aborted) return;
     looking.abort();
     looking = new AbortController();
     shown = row.at;
@@ -59,6 +60,7 @@ export async function showTensors(root, version, signal) {
 
   async function load() {
     clearTimeout(timer);
+    if (signal.aborted) return;
     try {
       const found = await get('tensors', { ref: version.ref, ...state, limit: SIZE }, signal);
       if (!root.contains(body)) return;

@@ -20,7 +20,12 @@ export async function showVersion(root, ref, values, signal) {
   replace(root, header(version, again), facts(version),
     h('div', { class: 'tabs', role: 'tablist', 'data-arrows': true, onkeydown: (event) => moveTab(event, buttons) }, buttons), panel);
 
+  let leaving = new AbortController();
+  signal.addEventListener('abort', () => leaving.abort());
+
   async function open(key) {
+    leaving.abort(); // what the other tab was reading
+    leaving = new AbortController();
     for (const button of buttons) {
       const on = button.getAttribute('data-tab') === key;
       button.setAttribute('aria-selected', String(on));
@@ -28,9 +33,9 @@ export async function showVersion(root, ref, values, signal) {
     }
     amend(versionAddress(version.ref, { tab: key === 'tensors' ? '' : key }));
     replace(panel);
-    if (key === 'lineage') await showLineage(panel, version, signal);
+    if (key === 'lineage') await showLineage(panel, version, leaving.signal);
     else if (key === 'note') replace(panel, h('pre', { class: 'note', text: version.note }));
-    else await showTensors(panel, version, signal);
+    else await showTensors(panel, version, leaving.signal);
   }
   await open(tabs.some(([key]) => key === values.tab) ? values.tab : 'tensors');
 }
