@@ -22,6 +22,7 @@ __all__ = [
     "ABSENT",
     "BEYOND",
     "NOT_READY",
+    "OVERTAKEN",
     "TAKEN",
     "Client",
     "Row",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 NO_ROOM, BEYOND, NOT_READY, ABSENT, TAKEN = -200, -600, -703, -704, -705
+OVERTAKEN = -601
+"""Another client has begun to put the same object in between."""
 _LEASED, _TRANSFER, _RPC = -706, -800, -900
 _LOCAL_BUFFER = 4 * 2**20
 Row = tuple[int, int, int]

@@ -25,6 +25,7 @@ from sapwood.storage.mooncake.client import (
     ABSENT,
     BEYOND,
     NOT_READY,
+    OVERTAKEN,
     TAKEN,
     Client,
     Row,
@@ -45,8 +46,8 @@ _GAP = 4096
 _REQUEST = 64 * 2**20
 """The most that one request reads, so that it ends in time and needs no more memory."""
 _LISTED = 1000
-_SOON = 5.0
-"""Seconds for an object that is being put to be there; its writer may have died."""
+_SOON = 1.0
+"""Seconds that a reader gives an object that is being replaced to be there again."""
 _PATIENCE = 90.0
 """Seconds until Mooncake has given up a put whose writer died, and some more."""
 _PAUSE = 0.002
@@ -85,6 +86,9 @@ class MooncakeKeeper(CommonKeeper):
         )
         super().__init__(str(self.place))
         self._client = hired(self.place)
+        self._unready: dict[str, float] = {}
+        """Since when an object is under way. Mooncake cannot tell one that is being replaced from
+        one whose first writer has died: that is waited for once, and is none from then on."""
 
     @property
     def client(self) -> Client:
@@ -112,7 +116,7 @@ class MooncakeKeeper(CommonKeeper):
         deadline = time.monotonic() + _PATIENCE
         while True:
             code = self.client.put(full, data, replace=replace)
-            if code and code not in (TAKEN, NOT_READY):
+            if code and code not in (TAKEN, NOT_READY, OVERTAKEN):
                 raise failure(self.place, f"put {key}", code)
             if not code and replace:
                 return
@@ -151,11 +155,10 @@ class MooncakeKeeper(CommonKeeper):
     # -- reading -----------------------------------------------------------------------------
 
     def _size(self, key: str) -> int:
-        deadline = time.monotonic() + _SOON
-        while (size := self.client.size(self.place.key(key))) == NOT_READY:
-            if time.monotonic() > deadline:
-                break
+        while (size := self.client.size(self.place.key(key))) == NOT_READY and self._waits(key):
             time.sleep(_PAUSE)
+        if size >= 0:
+            self._unready.pop(key, None)
         if size in (ABSENT, NOT_READY):
             raise self._absent(key)
         if size < _HEAD.size:
@@ -215,7 +218,6 @@ class MooncakeKeeper(CommonKeeper):
         out: npt.NDArray[np.uint8],
         wanted: Sequence[tuple[str, Pieces]],
     ) -> None:
-        deadline = time.monotonic() + _SOON
         while True:
             codes = [
                 (key, min(some))
@@ -223,16 +225,21 @@ class MooncakeKeeper(CommonKeeper):
             ]
             bad = [(key, code) for key, code in codes if code < 0]
             if not bad:
+                for key in keys:
+                    self._unready.pop(key, None)
                 return
             key, code = next(((k, c) for k, c in bad if c != NOT_READY), bad[0])
-            if code == NOT_READY and time.monotonic() < deadline:
-                time.sleep(_PAUSE)  # it is being replaced
+            if code == NOT_READY and self._waits(key):
+                time.sleep(_PAUSE)
                 continue
             if code in (ABSENT, NOT_READY):
                 raise self._absent(key)
             if code == BEYOND:
                 check_within(f"{self.place}/{key}", self._size(key), dict(wanted)[key])
             raise failure(self.place, f"read {key}", code)
+
+    def _waits(self, key: str) -> bool:
+        return time.monotonic() - self._unready.setdefault(key, time.monotonic()) < _SOON
 
     def _absent(self, key: str) -> NotFound:
         return NotFound(f"there is no {self.place}/{key}")
