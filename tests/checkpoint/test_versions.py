@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -431,3 +432,37 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
     loaded = load_file(out)
     assert all(torch.equal(loaded[n], t) for n, t in training.model.state_dict().items())
+
+
+def test_several_trainings_in_one_repository(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, said = store(tmp_path), {}
+    for name in ("", "nt3/x"):
+        training = Training(tmp_path)
+        tier = f"{place}?name={name}" if name else place
+        with sapwood.Checkpointer(
+            training.run, tmp_path / "ckpts", tiers=(tier,), every=2, engine="sync"
+        ) as c:
+            training.steps(4)
+            c.wait()
+            said[name] = str(c.stats.saves[-1].id)
+        training.close()
+
+    def asked(*arguments: str, code: int = 0) -> Any:
+        assert main(["ckpt", *arguments, "--json"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    listed = asked("ls", place)
+    assert [one["branch"] for one in listed] == ["current"] * 4
+    for name, query in (("", f"?place={tmp_path / 'ckpts'}"), ("nt3/x", "?name=nt3/x")):
+        assert len(asked("ls", place + query)) == 2
+        assert asked("verify", "latest", "--place", place + query)["checked"] == [said[name]]
+    assert main(["ckpt", "verify", f"{place}/latest"]) == 1
+    ways = f"{place}?place={tmp_path / 'ckpts'} or {place}?name=nt3/x"
+    assert ways in capsys.readouterr().err.replace("\n", "")
+    assert main(["ckpt", "verify", "4", "--place", place]) == 1
+    assert "may be of 2 trainings" in capsys.readouterr().err
+    assert asked("verify", said["nt3/x"], "--place", place)["damages"] == []
+    assert main(["ckpt", "ls", f"{place}?nmae=x"]) == 1
+    assert "expected ?name=" in capsys.readouterr().err

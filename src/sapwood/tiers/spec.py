@@ -16,7 +16,6 @@ __all__ = ["SHARED", "NodeMap", "TierSpec"]
 _KINDS = ("memory", "local", "partner", "parity", "external", "s3", "store")
 _FOLDERS = ("local", "partner", "external")
 _STORE = "store://"
-_NAME = "?name="
 SHARED = ("external", "s3", "store")
 """Tiers in which every node sees the shards of all."""
 
@@ -82,8 +81,7 @@ class TierSpec:
     def parse(cls, text: str) -> TierSpec:
         """A tier from its short form, such as ``local:/scratch`` or ``parity:4+2``."""
         if text.startswith(_STORE):
-            place, _, name = text.removeprefix(_STORE).partition(_NAME)
-            return cls(kind="store", place=place, name=name)
+            return _repository(text.removeprefix(_STORE))
         if text.startswith("s3://"):
             return cls(kind="s3", place=text)
         kind, _, place = text.partition(":")
@@ -108,6 +106,23 @@ class TierSpec:
         folder = str(Path(self.folder).resolve())
         scheme = f"{self.place.partition(':')[0]}:" if self.kind == "parity" else ""
         return replace(self, place=f"{scheme}{folder}")
+
+
+def _repository(text: str) -> TierSpec:
+    """The tier behind ``store://``: a place, and which training is meant, by name or place."""
+    place, mark, query = text.partition("?")
+    key, _, value = query.partition("=")
+    if not mark:
+        return TierSpec(kind="store", place=place)
+    if key not in ("name", "place") or not value:
+        raise ConfigError(
+            f"tier {_STORE}{text}: expected ?name= and the name of a model, or ?place= and the "
+            "place of a checkpointer"
+        )
+    if key == "name":
+        return TierSpec(kind="store", place=place, name=value)
+    series = value if "://" in value else str(Path(value).resolve())
+    return TierSpec(kind="store", place=place, series=series)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,8 @@ class Place:
     """As it is shown: below the place the user gave."""
     folder: Path | None = None
     """None for a tier that is not a folder."""
+    training: str = ""
+    """Which one, where a place is shared by several."""
 
     @property
     def fork(self) -> str:
@@ -94,7 +96,7 @@ def _trainings(place: str) -> list[Place]:
     """The trainings whose checkpoints are versions of a repository, each a place of its own."""
     spec = TierSpec.parse(place).resolved()
     with closing(VersionTier(spec.place, Origin(series="", name=spec.name))) as every:
-        known = every.trainings()
+        known = [one for one in every.trainings() if spec.series in ("", one.series)]
     if not known:
         raise CheckpointError(f"no checkpoints in {place}")
     return [_training(spec, origin) for origin in known]
@@ -105,7 +107,7 @@ def _training(spec: TierSpec, origin: Origin) -> Place:
     path = f"{_STORE}{spec.place} ({origin.series})"
     named = replace(spec, name=origin.name, series=origin.series)
     (tier,) = make_tiers([named], _HERE)
-    return Place(tier, path)
+    return Place(tier, path, training=origin.series)
 
 
 def checkpoint_of(name: str) -> CheckpointId | None:
