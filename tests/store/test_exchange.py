@@ -1,6 +1,7 @@
 """Models from files and to files: byte for byte where that can be, and refused where it cannot."""
 
 import json
+import os
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -283,7 +284,10 @@ def test_what_tools_keep_in_a_folder_is_left_out_and_said(tmp_path: Path) -> Non
         (lambda f: _weight_map(f, {"nothing": "model-00001-of-00003.safetensors"}), "in no file"),
         (lambda f: _weight_map(f, {"a": "../x"}), "not a file of this folder"),
         (lambda f: _weight_map(f, {"a": ""}), "not a file of this folder"),
+        (lambda f: _weight_map(f, {"a": ".."}), "not a file of this folder"),
+        (lambda f: _weight_map(f, {"a": "config.json"}), "expected files that end in"),
         (lambda f: _weight_map(f, ["a"]), "not a sound index"),
+        (lambda f: os.mkfifo(f / "fifo"), "is a FIFO"),
         (lambda f: (f / "b\nc").write_text(""), "is no name of a file"),
         (lambda f: (f / "b.safetensors.index.json").symlink_to("/nowhere"), "cannot read"),
     ],
@@ -314,6 +318,7 @@ def _weight_map(folder: Path, content: object) -> None:
         ({"": b""}, "is no name of a file"),
         ({"model.safetensors": b""}, "cannot be called"),
         ({"a": b"", "a/b": b""}, "is a file, and a folder"),
+        ({"a": "text"}, "is a str, expected bytes"),
         ({str(i): b"" for i in range(1001)}, "expected 1000"),
     ],
 )
@@ -377,3 +382,52 @@ def test_ranges_are_those_of_the_whole(repo: Repository, tmp_path: Path) -> None
         for stop in edges:
             if start <= stop:
                 assert b"".join(map(bytes, file.blocks(start, stop))) == whole[start:stop]
+
+
+def test_links_to_folders_are_left_out_and_said(put: Put, tmp_path: Path) -> None:
+    hugging_face(tmp_path / "hf")
+    (tmp_path / "hf/round").symlink_to(tmp_path / "hf")
+    (tmp_path / "hf/linked.json").symlink_to(tmp_path / "hf/config.json")
+    found = read_model(tmp_path / "hf")
+    assert bytes(found.files["linked.json"]) == b'{"model_type": "none"}'
+    assert any("round is left out" in line for line in found.said)
+    assert not any(name.startswith("round") for name in found.files)
+
+
+@pytest.mark.parametrize(
+    "places", [{"a": "config.bin"}, {"a": "../x.safetensors"}, {"b": "x.safetensors"}, {}, [], None]
+)
+def test_an_index_that_says_nothing_of_these_tensors_is_only_a_file(
+    places: object, repo: Repository
+) -> None:
+    index = json.dumps({"weight_map": places}).encode()
+    repo.save({"a": torch.ones(1)}, "m@1", files={"model.safetensors.index.json": index})
+    table = as_folder(repo.open("m@1"))
+    assert set(table) == {"model.safetensors", "model.safetensors.index.json"}
+
+
+def test_two_files_of_one_name_are_refused(repo: Repository) -> None:
+    index = json.dumps({"weight_map": {"a": "x.safetensors"}}).encode()
+    files = {"model.safetensors.index.json": index, "x.safetensors": b"another"}
+    repo.save({"a": torch.ones(1)}, "m@1", files=files)
+    with pytest.raises(StoreError, match=r"keeps a file x.safetensors, which is also"):
+        as_folder(repo.open("m@1"))
+
+
+def test_a_model_without_tensors_is_a_file_that_can_be_read(
+    repo: Repository, tmp_path: Path
+) -> None:
+    repo.save({}, "m@1")
+    write_model(repo.open("m@1"), tmp_path / "out.safetensors")
+    assert st.load_file(tmp_path / "out.safetensors") == {}
+
+
+def test_the_folder_one_is_in_is_not_replaced(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo.save({"a": torch.ones(1)}, "m@1")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for path in (".", "..", str(tmp_path / "here")):
+        with pytest.raises(ConfigError, match="name one below"):
+            write_model(repo.open("m@1"), Path(path))

@@ -28,7 +28,7 @@ def check_files(files: Mapping[str, bytes | memoryview]) -> dict[str, memoryview
     """
     if len(files) > FILES:
         raise ConfigError(f"{len(files)} files are to be kept with a version, expected {FILES}")
-    found = {check_file(name): memoryview(data).cast("B") for name, data in files.items()}
+    found = {check_file(name): _bytes(name, data) for name, data in files.items()}
     for name, data in found.items():
         if len(data) > FILE_BYTES:
             raise ConfigError(
@@ -44,6 +44,14 @@ def check_files(files: Mapping[str, bytes | memoryview]) -> dict[str, memoryview
             "given out as; rename it"
         )
     return found
+
+
+def _bytes(name: str, data: object) -> memoryview:
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise ConfigError(
+            f"files[{name!r}] is a {type(data).__name__}, expected bytes: encode text, read a file"
+        )
+    return memoryview(bytes(data) if isinstance(data, bytearray) else data).cast("B")
 
 
 def alike_files(files: Mapping[str, memoryview], parent: Manifest, first: int) -> dict[int, int]:

@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("starlette", reason="pip install 'sapwood[web]'")
 pytest.importorskip("uvicorn", reason="pip install 'sapwood[web]'")
 
-from sapwood.errors import ConfigError, StoreError
+from sapwood.errors import ConfigError, StoreError, UsageError
 from sapwood.integrations.hub import HubServer, read_token
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
@@ -39,7 +39,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
         files = {"config.json": b"{}", "sub/x/page.html": PAGE, "ümlaut %2F.txt": b"u", "none": b""}
         repository.save(state, "ns/m@1", tags=["best"], files=files, metrics={"acc": 0.5})
         repository.save({"a": torch.zeros(5)}, "ns/m@2")
-        repository.save({"a": torch.ones(5)}, "one@1")
+        repository.save({"a": torch.ones(5)}, "one@1", metrics={"loss": float("inf")})
         repository.save({"a": torch.ones(6)}, "deep/er/name@1")
         repository.save({"a": torch.zeros(2, dtype=torch.complex128)}, "odd@1", files=files)
         yield repository
@@ -382,3 +382,25 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         if running.poll() is None:
             running.kill()
             running.wait(30)
+
+
+def test_an_end_does_not_wait_for_a_client_that_reads_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sapwood.integrations.hub.server._GRACE", 1)
+    with open_repository(tmp_path / "models") as repo:
+        repo.save({"a": torch.zeros(2**25)}, "large@1")
+        before = set(threading.enumerate())
+        server = HubServer(repo).start()
+        with pytest.raises(UsageError):
+            server.start()
+        address = urlsplit(server.url)
+        with socket.create_connection((address.hostname, address.port), 10) as made:
+            line = "GET /large/resolve/1/model.safetensors HTTP/1.1"
+            made.sendall(f"{line}\r\nHost: {address.netloc}\r\n\r\n".encode())
+            assert made.recv(1000)
+            server.close()
+        server.close()
+        started = set(threading.enumerate()) - before
+        assert not [one for one in started if one.name == "sapwood-hub"]
+        assert "Traceback" not in caplog.text

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import wraps
+from math import isfinite
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -244,7 +245,8 @@ def _facts(id: str, record: ModelRecord) -> dict[str, Any]:
         "sapwood": {
             "name": record.name,
             "version": record.version,
-            "metrics": dict(record.metrics),
+            # JSON has no word for infinity.
+            "metrics": {k: v if isfinite(v) else repr(v) for k, v in record.metrics.items()},
         },
     }
 

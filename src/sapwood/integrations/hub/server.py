@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import os
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 
 import uvicorn
 
-from sapwood.errors import ConfigError, StoreError
+from sapwood.errors import ConfigError, StoreError, UsageError
 from sapwood.integrations.hub.app import hub_app
 from sapwood.regular import read_regular
 from sapwood.store import Repository
@@ -22,10 +24,32 @@ __all__ = ["HubServer", "read_token"]
 
 log = logging.getLogger(__name__)
 _SECONDS = 10.0
-"""For a start, and for requests that are under way at the end."""
+"""For a start, and for a thread to end."""
+_GRACE = 5
+"""Seconds for requests that are under way at the end."""
 _REQUESTS = 256
 """At once; more are told to come again."""
 _SHORTEST = 16
+
+
+class _Server(uvicorn.Server):
+    """Ends connections that are still open when the time for requests under way is over."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        end = time.monotonic() + _GRACE
+        while self.server_state.connections and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        for connection in list(self.server_state.connections):
+            # Closing it would wait until the client has read what was sent, which may be never.
+            transport = getattr(connection, "transport", None)
+            if isinstance(transport, asyncio.Transport):
+                transport.abort()
+        await asyncio.sleep(0.01)  # in which the loop closes their sockets
+        await super().shutdown(sockets)
 
 
 class HubServer:
@@ -66,10 +90,10 @@ class HubServer:
             lifespan="off",
             server_header=False,
             limit_concurrency=_REQUESTS,
-            timeout_graceful_shutdown=int(_SECONDS),
+            timeout_graceful_shutdown=_GRACE,
             ws="none",
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
         self._thread: threading.Thread | None = None
 
     def serve(self) -> None:
@@ -80,8 +104,11 @@ class HubServer:
         """Serve on a thread of its own; returns when connections are accepted.
 
         Raises:
+            UsageError: it was started, or closed.
             StoreError: it did not come up.
         """
+        if self._thread is not None or self._server.should_exit:
+            raise UsageError("a HubServer is started once; make another one")
         self._thread = threading.Thread(target=self.serve, name="sapwood-hub", daemon=True)
         self._thread.start()
         waiting = threading.Event()
@@ -98,9 +125,9 @@ class HubServer:
         """End it, giving requests under way some time. Calling it again does nothing."""
         self._server.should_exit = True
         if self._thread is not None:
-            self._thread.join(2 * _SECONDS)
+            self._thread.join(_GRACE + _SECONDS)
             if self._thread.is_alive():
-                log.error("the server at %s has not ended in %g s", self.url, 2 * _SECONDS)
+                log.error("the server at %s has not ended in time", self.url)
             self._thread = None
         self._socket.close()
 

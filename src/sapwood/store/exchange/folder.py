@@ -40,6 +40,7 @@ class _Weights:
     index: str = ""
     """The file that says which of them has what; empty if there is none."""
     said: list[str] = field(default_factory=list)
+    """What a user should know of them."""
 
 
 def read_folder(path: Path, without: Sequence[str] = ()) -> Incoming:
@@ -65,7 +66,7 @@ def read_folder(path: Path, without: Sequence[str] = ()) -> Incoming:
         value=tensors,
         note=note,
         files=_others(path, others),
-        said=(*weights.said, *_of_tools(path)),
+        said=(*weights.said, *_left_out(path)),
     )
 
 
@@ -81,7 +82,7 @@ def weight_map(content: bytes, where: str) -> dict[str, str]:
         raise Damaged(f"{where}: not a sound index: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
         raise Damaged(f"{where}: not a sound index")
-    outside = [name for name in found.values() if not name or Path(name).name != name]
+    outside = [name for name in found.values() if name in ("", "..") or Path(name).name != name]
     if outside:
         raise Damaged(f"{where}: {outside[0]!r} is not a file of this folder")
     return found
@@ -106,10 +107,15 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _of_tools(path: Path) -> Iterator[str]:
+def _left_out(path: Path) -> Iterator[str]:
     for name in _OF_TOOLS:
         if (path / name).is_dir():
             yield f"{name} is left out: it is not of the model"
+    for root, folders, _ in os.walk(path):
+        for folder in folders:
+            if (Path(root) / folder).is_symlink():  # which may lead out of here, or in a circle
+                link = (Path(root) / folder).relative_to(path)
+                yield f"{link} is left out: it is a link to a folder"
 
 
 def _weights(path: Path, names: Sequence[str]) -> _Weights:
@@ -135,10 +141,15 @@ def _weights(path: Path, names: Sequence[str]) -> _Weights:
 
 def _indexed(path: Path, index: str, name: str = "") -> _Weights:
     try:
-        files = set(weight_map(read_regular(path / index), str(path / index)).values())
+        places = weight_map(read_regular(path / index), str(path / index))
     except OSError as error:
         raise StoreError(f"cannot read {path / index}: {error.strerror or error}") from error
-    return _Weights(sorted(files), name or index.removesuffix(INDEX), index)
+    found = _Weights(sorted(set(places.values())), name or index.removesuffix(INDEX), index)
+    ending = ".bin" if name else ".safetensors"
+    for file in found.files:
+        if not file.endswith(ending):
+            raise Damaged(f"{path / index}: expected files that end in {ending}, found {file!r}")
+    return found
 
 
 def _of_torch(path: Path, top: Sequence[str]) -> _Weights:

@@ -11,8 +11,9 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from sapwood.errors import Damaged, StoreError
+from sapwood.errors import BadName, Damaged, StoreError
 from sapwood.repository.manifest import TensorRow
+from sapwood.repository.names import check_file
 from sapwood.state.safetensors import MODEL_NAMES, make_header
 from sapwood.store.exchange.folder import INDEX, weight_map
 from sapwood.store.kept import WEIGHTS
@@ -163,7 +164,7 @@ def _shards(stored: StoredModel, weights: str) -> Mapping[str, Collection[str]]:
         places = weight_map(stored.file(index), index)
     except Damaged:
         return whole  # some file of the user's, which is not what its name says
-    if not places or not set(places) <= set(stored):
+    if not places or not set(places) <= set(stored) or not all(map(_sound, places.values())):
         return whole
     last = max(places.values())
     shards: dict[str, list[str]] = {}
@@ -202,8 +203,15 @@ def _index(files: Mapping[str, OutFile]) -> OutFile:
 def _weights_name(stored: StoredModel) -> str:
     """What the weights were called; a note is the user's, and may say anything."""
     name = stored.record.note.get("weights", WEIGHTS)
-    sound = isinstance(name, str) and name.endswith(".safetensors") and "/" not in name
-    return name if sound and name.isprintable() and "\\" not in name else WEIGHTS
+    return name if isinstance(name, str) and _sound(name) else WEIGHTS
+
+
+def _sound(name: str) -> bool:
+    """Whether weights can be called so, in one folder with the other files."""
+    try:
+        return "/" not in check_file(name) and name.endswith(".safetensors")
+    except BadName:
+        return False
 
 
 def _metadata(stored: StoredModel) -> dict[str, str]:

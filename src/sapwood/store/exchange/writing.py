@@ -75,7 +75,8 @@ def _write_file(stored: StoredModel, path: Path, advance: Advance) -> int:
 def _write_folder(
     stored: StoredModel, path: Path, shard_bytes: int | None, advance: Advance
 ) -> int:
-    # A bare path with a slash behind it is the same folder.
+    if path.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise ConfigError(f"{path} is the folder you are in, or above it; name one below")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(
             f"{path} exists and is never overwritten; name a folder that is empty or not there, "
