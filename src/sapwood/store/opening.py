@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sapwood.errors import ConfigError
 from sapwood.repository.database import Database
@@ -16,11 +16,13 @@ from sapwood.store.repository import Repository, durability_of
 
 if TYPE_CHECKING:
     from sapwood.repository.base import Backend
+    from sapwood.repository.providers.cluster_opening import ClusterSettings
 
-__all__ = ["TOKEN", "TOKEN_FILE", "open", "token_of"]
+__all__ = ["TLS_CA", "TOKEN", "TOKEN_FILE", "open", "settings_of"]
 
 SCHEME = "sapwood://"
 TOKEN, TOKEN_FILE = "SAPWOOD_STORE_TOKEN", "SAPWOOD_STORE_TOKEN_FILE"
+TLS_CA = "SAPWOOD_STORE_TLS_CA"
 
 
 def open(
@@ -45,7 +47,8 @@ def open(
             ``"replicated"`` (survives the loss of a provider).
         token: of providers; by default what SAPWOOD_STORE_TOKEN says, or the file that
             SAPWOOD_STORE_TOKEN_FILE names.
-        tls_ca: the certificate that signed the providers', if they use TLS.
+        tls_ca: the certificate that signed the providers', if they use TLS; by default what
+            SAPWOOD_STORE_TLS_CA names.
         local: whether to pass memory to providers on this machine; by default where there are any.
         timeout: seconds without a sign of life after which a provider counts as silent.
         staging: ``"preallocated"`` keeps memory for the next save to a provider on this machine,
@@ -58,7 +61,8 @@ def open(
     """
     promised = None if durability is None else durability_of(durability)
     if isinstance(place, str) and place.startswith(SCHEME):
-        return _providers(place, promised, token, tls_ca, local, timeout, staging)
+        settings = settings_of(token, tls_ca, local=local, timeout=timeout, staging=staging)
+        return _providers(place, promised, settings)
     if token is not None or tls_ca is not None or local is not None:
         raise ConfigError(f"token=, tls_ca= and local= are for {SCHEME}host:port, not for {place}")
     if place == "memory:":
@@ -72,16 +76,20 @@ def open(
     return _opened(backend, keeper.durability, promised)
 
 
-def token_of(token: str | None) -> str:
-    """A token that was given, or the environment's.
+def settings_of(
+    token: str | None = None,
+    tls_ca: str | os.PathLike[str] | None = None,
+    **more: Any,
+) -> ClusterSettings:
+    """How to reach providers, with what the environment says of token and certificate.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no token.
     """
+    from sapwood.repository.providers.cluster_opening import ClusterSettings
     from sapwood.repository.providers.rights import read_token
 
-    if token is None:
-        token = os.environ.get(TOKEN)
+    token = os.environ.get(TOKEN) if token is None else token
     if not token and (file := os.environ.get(TOKEN_FILE)):
         token = read_token(Path(file))
     if not token:
@@ -89,27 +97,15 @@ def token_of(token: str | None) -> str:
             f"providers want a token: give token=, or set {TOKEN}, or {TOKEN_FILE} to the file "
             "that `sapwood store serve` named"
         )
-    return token
-
-
-def _providers(
-    place: str,
-    promised: Durability | None,
-    token: str | None,
-    tls_ca: str | os.PathLike[str] | None,
-    local: bool | None,
-    timeout: float,
-    staging: str,
-) -> Repository:
-    from sapwood.repository.providers.cluster_opening import ClusterSettings, open_cluster
-
-    settings = ClusterSettings(
-        token=token_of(token),
-        tls_ca=None if tls_ca is None else Path(tls_ca),
-        local=local,
-        timeout=timeout,
-        staging=staging,
+    authority = tls_ca or os.environ.get(TLS_CA) or None
+    return ClusterSettings(
+        token=token, tls_ca=None if authority is None else Path(authority), **more
     )
+
+
+def _providers(place: str, promised: Durability | None, settings: ClusterSettings) -> Repository:
+    from sapwood.repository.providers.cluster_opening import open_cluster
+
     backend, most = open_cluster(place, settings)
     if backend.members.replicas > 1:
         return _opened(backend, Durability.REPLICATED, promised, usual=min(most, _USUAL))
