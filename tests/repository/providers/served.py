@@ -80,7 +80,13 @@ class Servers:
     """The providers of one repository; ends them at the end of its block."""
 
     def __init__(
-        self, root: Path, count: int, *, replicas: int = 1, placement: str = "content", spare: int = 0
+        self,
+        root: Path,
+        count: int,
+        *,
+        replicas: int = 1,
+        placement: str = "content",
+        spare: int = 0,
     ) -> None:
         self._token_file = root / "token"
         self._token_file.write_text(TOKEN)
