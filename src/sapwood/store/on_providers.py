@@ -4,59 +4,52 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sapwood.errors import ConfigError
 from sapwood.storage import Durability
 
 if TYPE_CHECKING:
     from sapwood.repository.base import Backend
+    from sapwood.repository.providers.cluster_opening import ClusterSettings
 
-__all__ = ["SCHEME", "TOKEN", "TOKEN_FILE", "open_on_providers", "token_of"]
+__all__ = ["SCHEME", "TLS_CA", "TOKEN", "TOKEN_FILE", "open_on_providers", "settings_of"]
 
 SCHEME = "sapwood://"
 TOKEN, TOKEN_FILE = "SAPWOOD_STORE_TOKEN", "SAPWOOD_STORE_TOKEN_FILE"
+TLS_CA = "SAPWOOD_STORE_TLS_CA"
 
 
 def open_on_providers(
-    place: str,
-    *,
-    token: str | None = None,
-    tls_ca: str | os.PathLike[str] | None = None,
-    local: bool | None = None,
-    staging: str = "preallocated",
-    timeout: float = 30.0,
+    place: str, settings: ClusterSettings
 ) -> tuple[Backend, Durability, Durability]:
     """The back end, the most that it can promise, and the most of one provider alone.
 
     Raises:
-        ConfigError: an address or a token is wrong.
+        ConfigError: an address is wrong.
         Unreachable: none of the providers that were named answers.
     """
-    from sapwood.repository.providers.cluster_opening import ClusterSettings, open_cluster
+    from sapwood.repository.providers.cluster_opening import open_cluster
 
-    settings = ClusterSettings(
-        token=token_of(token),
-        tls_ca=None if tls_ca is None else Path(tls_ca),
-        local=local,
-        timeout=timeout,
-        staging=staging,
-    )
     backend, most = open_cluster(place, settings)
     alone = min(most, Durability.SYNCED)
     return backend, Durability.REPLICATED if backend.members.replicas > 1 else alone, alone
 
 
-def token_of(token: str | None) -> str:
-    """A token that was given, or the environment's.
+def settings_of(
+    token: str | None = None,
+    tls_ca: str | os.PathLike[str] | None = None,
+    **more: Any,
+) -> ClusterSettings:
+    """How to reach providers, with what the environment says of token and certificate.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no token.
     """
+    from sapwood.repository.providers.cluster_opening import ClusterSettings
     from sapwood.repository.providers.rights import read_token
 
-    if token is None:
-        token = os.environ.get(TOKEN)
+    token = os.environ.get(TOKEN) if token is None else token
     if not token and (file := os.environ.get(TOKEN_FILE)):
         token = read_token(Path(file))
     if not token:
@@ -64,4 +57,7 @@ def token_of(token: str | None) -> str:
             f"providers want a token: give token=, or set {TOKEN}, or {TOKEN_FILE} to the file "
             "that `sapwood store serve` named"
         )
-    return token
+    authority = tls_ca or os.environ.get(TLS_CA) or None
+    return ClusterSettings(
+        token=token, tls_ca=None if authority is None else Path(authority), **more
+    )

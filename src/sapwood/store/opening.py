@@ -17,7 +17,7 @@ from sapwood.repository.objects.layout import MARKER
 from sapwood.repository.objects.opening import open_objects
 from sapwood.storage import Durability, Keeper, open_keeper
 from sapwood.storage.folder import FolderKeeper
-from sapwood.store.on_providers import SCHEME, open_on_providers
+from sapwood.store.on_providers import SCHEME, open_on_providers, settings_of
 from sapwood.store.repository import Repository, durability_of
 
 __all__ = ["open"]
@@ -52,7 +52,8 @@ def open(
             database.
         token: of providers; by default what SAPWOOD_STORE_TOKEN says, or the file that
             SAPWOOD_STORE_TOKEN_FILE names.
-        tls_ca: the certificate that signed the providers', if they use TLS.
+        tls_ca: the certificate that signed the providers', if they use TLS; by default what
+            SAPWOOD_STORE_TLS_CA names.
         local: whether to pass memory to providers on this machine; by default where there are any.
         staging: ``"preallocated"``, the default, keeps memory for the next save to a provider on
             this machine, ``"on_demand"`` does not.
@@ -70,7 +71,7 @@ def open(
     given: dict[str, Any] = {key: value for key, value in of_providers.items() if value is not None}
     if isinstance(place, str) and place.startswith(SCHEME):
         _refuse(place, {**_only(shared=shared), **_beyond(options, "timeout")})
-        backend, most, alone = open_on_providers(place, **given, **options)
+        backend, most, alone = open_on_providers(place, settings_of(**given, **options))
         return _opened(backend, most, promised, usual=alone)
     _refuse(place, given)
     if isinstance(place, str) and place.startswith(_OBJECTS):

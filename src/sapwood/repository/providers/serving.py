@@ -61,6 +61,8 @@ class ServeSettings:
     members: str | None = None
     """``p0=host:port,p1=...``, if it is one of several."""
     replicas: int = 1
+    placement: str = "content"
+    """What decides where tensors are; see ``base.Members``."""
     memory: int | None = None
     """Bytes that ``memory:`` may take; by default half of what the machine has left."""
     staging: str = "preallocated"
@@ -190,6 +192,8 @@ def _check(settings: ServeSettings) -> None:
         )
     if (settings.tls_cert is None) != (settings.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together")
+    if settings.placement not in ("content", "model"):
+        raise ConfigError(f"--placement is {settings.placement!r}, expected content or model")
     if settings.replicas < 1:
         raise ConfigError(f"--replicas is {settings.replicas}, expected 1 or more")
     if settings.memory is not None and settings.place != "memory:":
@@ -217,6 +221,8 @@ def _members(settings: ServeSettings, address: str) -> Members | None:
     if settings.members is None:
         if settings.replicas > 1:
             raise ConfigError(f"--replicas {settings.replicas} takes as many --members")
+        if settings.placement != "content":
+            raise ConfigError(f"--placement {settings.placement} goes with --members")
         return None
     members = parse_members(settings.members)
     mine = {one.name: one.address for one in members}.get(settings.name)
@@ -231,7 +237,9 @@ def _members(settings: ServeSettings, address: str) -> Members | None:
         raise ConfigError(
             f"--replicas is {settings.replicas}, but there are {len(members)} members"
         )
-    return Members(epoch=1, members=members, replicas=settings.replicas)
+    return Members(
+        epoch=1, members=members, replicas=settings.replicas, placement=settings.placement
+    )
 
 
 def _raise_limits() -> None:

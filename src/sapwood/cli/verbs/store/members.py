@@ -166,17 +166,13 @@ def repair(*, at: At = None, json: Json = False) -> int:
 
 @contextmanager
 def _membership(at: str | None) -> Iterator[Membership]:
-    from sapwood.repository.providers.cluster_opening import (
-        SCHEME,
-        ClusterSettings,
-        open_cluster,
-    )
-    from sapwood.store.on_providers import token_of
+    from sapwood.repository.providers.cluster_opening import SCHEME, open_cluster
+    from sapwood.store.on_providers import settings_of
 
     place = at or os.environ.get("SAPWOOD_STORE") or ""
     if not place.startswith(SCHEME):
         raise ConfigError(f"--at is {place!r}, expected providers, as {SCHEME}host:port")
-    backend, _ = open_cluster(place, ClusterSettings(token=token_of(None)))
+    backend, _ = open_cluster(place, settings_of())
     try:
         yield backend.membership
     finally:

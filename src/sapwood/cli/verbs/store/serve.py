@@ -19,6 +19,7 @@ def serve(
     rights: Path | None = None,
     members: str | None = None,
     replicas: int = 1,
+    placement: Literal["content", "model"] = "content",
     memory: str | None = None,
     staging: Literal["preallocated", "on_demand"] = "preallocated",
     tls_cert: Path | None = None,
@@ -45,6 +46,8 @@ def serve(
         rights: A TOML file with other tokens and what each may do.
         members: All providers of the repository, as p0=host:port,p1=host:port.
         replicas: At how many of them everything is kept.
+        placement: `content` spreads each model's tensors by their bytes, so that models which
+            share some meet; `model` keeps whole models, by name. All providers say the same.
         memory: How much `memory:` may take, such as 4GB; half of what is free if not said.
         staging: `on_demand` prepares no memory for the next save.
         tls_cert: A certificate, to encrypt what comes over the network.
@@ -64,6 +67,7 @@ def serve(
         rights=rights,
         members=members,
         replicas=replicas,
+        placement=placement,
         memory=None if memory is None else parse_size(memory),
         staging=staging,
         tls_cert=tls_cert,
