@@ -30,11 +30,11 @@ TOKEN_FILE = "provider.token"
 class Server:
     """One ``sapwood store serve``."""
 
-    def __init__(self, place: Path | str, *options: str) -> None:
+    def __init__(self, place: Path | str, *options: str, listen: str = "127.0.0.1:0") -> None:
         source = str(Path(sapwood.__file__).parents[1])
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sapwood.cli", "store", "serve", str(place)]
-            + ["--listen", "127.0.0.1:0", *options],
+            + ["--listen", listen, *options],
             env={**os.environ, "PYTHONPATH": source},
             stdout=subprocess.PIPE,
             text=True,
@@ -169,7 +169,7 @@ def test_a_server_that_is_stopped_is_named(servers: list[Server]) -> None:
         with pytest.raises(Unreachable, match=rf"provider p0 at {server.address} did not answer"):
             client.find(Reference("a"))
         other = server.client(timeout=0.5)
-        with pytest.raises(Unreachable, match=f"provider at {server.address} did not answer"):
+        with pytest.raises(Unreachable, match=f"the provider at {server.address} did not answer"):
             other.members()
         other.close()
         server.process.send_signal(signal.SIGCONT)
@@ -187,7 +187,7 @@ def test_a_server_that_begins_again_is_found_by_its_clients(
         first.kill()
         with pytest.raises(Unreachable):
             client.has_head(version_of(saved))
-        second = Server(tmp_path / "p", "--listen", first.address)
+        second = Server(tmp_path / "p", listen=first.address)
         servers.append(second)
         assert second.token == first.token
         assert load(client, "a@1") == MODEL
