@@ -41,9 +41,11 @@ from sapwood.runtime.ending import AtExit
 from sapwood.runtime.handle import RunHandle, run_state, with_run_state
 from sapwood.runtime.settings import UNSET, resolve
 from sapwood.state.apply import Change, check, prepare
+from sapwood.state.catalog import Catalog
 from sapwood.state.contents import Contents, collect
 from sapwood.state.extras import Extras, Stateful, things_by_name
 from sapwood.state.giving import Giving
+from sapwood.state.kinds import Kinds
 from sapwood.tiers.base import Tier
 from sapwood.tiers.make import make_tiers
 from sapwood.tiers.record import CheckpointId
@@ -297,8 +299,8 @@ class Checkpointer:
                     wanted=wanted,
                     own=self._attempt,
                     files=() if optimizer else ("model",),
-                    accept=lambda catalog, common: check(
-                        contents(), run.optimizer, catalog, common, with_optimizer=optimizer
+                    accept=lambda catalog, common: self._check(
+                        contents(), catalog, common, optimizer
                     ),
                 )
             finally:
@@ -308,6 +310,16 @@ class Checkpointer:
                 return None
             self._become(loaded, contents(), optimizer)
         return loaded.about
+
+    def _check(
+        self, contents: Contents, catalog: Catalog, common: Mapping[str, Any], optimizer: bool
+    ) -> None:
+        """See that the run can take a state."""
+        check(contents, catalog)
+        self._kinds(contents).check(common, with_optimizer=optimizer)
+
+    def _kinds(self, contents: Contents) -> Kinds:
+        return Kinds(contents.parameters, self._run.optimizer, self._extras.shared)
 
     def _places_to_read(self) -> list[Tier]:
         """The tiers to restore from, when nothing is on its way there any more."""
@@ -328,11 +340,12 @@ class Checkpointer:
         """Give the run a state, and go on from there as a new attempt."""
         run, about, state = self._run, loaded.about, loaded.state
 
-        def ready() -> tuple[Change, Giving]:
+        def ready() -> tuple[Change, Giving, list[str]]:
+            notes = self._kinds(contents).check(state.common, with_optimizer=optimizer)
             change = prepare(contents, run.optimizer, state, with_optimizer=optimizer)
-            return change, self._extras.giving(state.common, state.mine, run_state(run))
+            return change, self._extras.giving(state.common, state.mine, run_state(run)), notes
 
-        change, giving = on_all_ranks(run.group, f"take the state of {about.id}", ready)
+        change, giving, differing = on_all_ranks(run.group, f"take the state of {about.id}", ready)
         # What is the user's may refuse its state, so it comes before the weights.
         beside = f"what was saved beside the tensors of {about.id}"
         try:
@@ -341,7 +354,7 @@ class Checkpointer:
             giving.take_back()
             raise
         change.apply()
-        for note in (*giving.notes, *about.skipped):
+        for note in (*differing, *giving.notes, *about.skipped):
             log.warning("while restoring %s: %s", about.id, note)
         if self._nodes.addresses and run.group.rank == self._nodes.ranks[0]:
             # Some node may have come back empty, and the next loss may be another one.

@@ -35,8 +35,8 @@ from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.worker import Worker
-from sapwood.state.apply import OPTIMIZER_CLASS
 from sapwood.state.extras import Extras
+from sapwood.state.kinds import Kinds
 from sapwood.state.optimizers import check_own_state
 from sapwood.state.packed import Packed
 from sapwood.state.shards import ShardPlan
@@ -396,8 +396,10 @@ class Saver:
             self._not_saved(step, error, tiers)
             return
         # Beside the catalog, whose rows other versions read too, and only where there are some.
-        kind = type(self._run.optimizer).__name__
-        more: dict[str, Any] = {"metrics": plain_metrics(metrics), OPTIMIZER_CLASS: kind}
+        more: dict[str, Any] = {"metrics": plain_metrics(metrics)}
+        if common:
+            things = self._extras.shared
+            more |= Kinds(contents.parameters, self._run.optimizer, things).to_json()
         more |= {"tied": dict(contents.tied)} if contents.tied else {}
         capture.extras = lambda: _with(taken(), more)
         self._report = capture.report = SaveReport(

@@ -139,7 +139,8 @@ def _beyond(given: Mapping[str, Any], *known: str) -> dict[str, Any]:
 
 def _refuse(place: str | os.PathLike[str], given: Mapping[str, Any]) -> None:
     if given:
-        raise ConfigError(f"{os.fspath(place)!r} does not take {', '.join(given)}")
+        named = ", ".join(f"{key}=" for key in given)
+        raise ConfigError(f"{os.fspath(place)!r} does not take {named}")
 
 
 def _opened(
