@@ -117,7 +117,10 @@ def forked(folder: Path, world: int, clone: Any, way: str) -> tuple[Any, Any]:
     return donors, clones
 
 
-@pytest.mark.parametrize(("way", "world"), [*((way, 1) for way in WAYS), (WAYS[0], 2), (WAYS[3], 2)])
+TWO_RANKS = [(WAYS[0], 2), (WAYS[3], 2)]
+
+
+@pytest.mark.parametrize(("way", "world"), [*((way, 1) for way in WAYS), *TWO_RANKS])
 def test_a_model_that_is_called_in_another_way_goes_on_as_its_donor(
     tmp_path: Path, way: str, world: int
 ) -> None:

@@ -26,7 +26,7 @@ __all__ = ["Exchange", "agree_on_host"]
 _POLL = 0.02
 _TEXT_BYTES = 4096
 _PROBLEM_CHARACTERS = 600
-"""Of a message; JSON may need six bytes for each, and a longer text would be no broadcast at all."""
+"""Of a message, each of which JSON may write as six bytes; a longer text would be no broadcast."""
 _MOST = 32
 """Candidates: each is a bit of a number that all ranks reduce."""
 _TRY_SECONDS = 3.0
