@@ -88,6 +88,26 @@ def test_rank_0_is_told_when_all_shards_are_safe(tmp_path: Path) -> None:
     assert kept(tmp_path / "ckpts") == [4, 5]
 
 
+def test_where_that_is_in_another_tier_the_newest_ancestor_stays(tmp_path: Path) -> None:
+    place = tmp_path / "tier"
+    tier = LocalTier(place)
+    first = Lineage(run="r", began=1.0, root="00000a")
+    left = replace(first, began=2.0, ancestry=(CheckpointId(2, "00000a"),))
+    third = replace(first, began=3.0, ancestry=(CheckpointId(4, "00000a"),))
+
+    def put(step: int, attempt: str, lineage: Lineage) -> CheckpointId:
+        record, memory = shard(step, 0, 1, attempt=attempt)
+        tier.put(replace(record, lineage=lineage), memory)
+        return record.id
+
+    put(2, "00000a", first)
+    put(3, "00000a", first)
+    put(5, "00000c", left)
+    pruner = Pruner(tier, last(1), lambda id, name: tier.drop(id))
+    pruner.whole(put(6, "00000b", third), 6.0, {}, third, compared=False)
+    assert kept(place) == [3, 6]
+
+
 def test_what_replicas_were_restored_from_stays_until_a_newer_one_was_compared(
     tmp_path: Path,
 ) -> None:

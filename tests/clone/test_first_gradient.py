@@ -37,7 +37,7 @@ class Parts(nn.Module):
             self.loss.backward()
 
 
-WAYS = ("part by part", "no output", "backward in forward")
+WAYS = ("part by part", "no output", "backward in forward", "no output, ddp")
 
 
 class Training:
@@ -45,7 +45,10 @@ class Training:
         torch.manual_seed(0)
         self.way, self.model = way, Parts(way)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.run = sapwood.Run(self.model, self.optimizer, folder=folder / "runs", timeout=30)
+        engine: Any = "ddp" if way.endswith("ddp") else "layerwise"
+        self.run = sapwood.Run(
+            self.model, self.optimizer, folder=folder / "runs", timeout=30, engine=engine
+        )
         self.states: dict[int, str] = {}
 
     def step(self) -> None:
@@ -114,7 +117,10 @@ def forked(folder: Path, world: int, clone: Any, way: str) -> tuple[Any, Any]:
     return donors, clones
 
 
-@pytest.mark.parametrize(("way", "world"), [*((way, 1) for way in WAYS), (WAYS[0], 2)])
+TWO_RANKS = [(WAYS[0], 2), (WAYS[3], 2)]
+
+
+@pytest.mark.parametrize(("way", "world"), [*((way, 1) for way in WAYS), *TWO_RANKS])
 def test_a_model_that_is_called_in_another_way_goes_on_as_its_donor(
     tmp_path: Path, way: str, world: int
 ) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +269,17 @@ def test_mpirun_without_a_meeting_point(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     expected = str(("mpirun", ADDRESSES[0], (ADDRESSES[0], ADDRESSES[1])))
     assert done.stdout.splitlines() == [expected] * 2
+
+
+def test_what_rank_0_of_mpirun_tells_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal names all addresses of the machine, of which there may be hundreds."""
+    many = {f"10.0.{n // 200}.{n % 200}": f"br-\u00e9{n}" for n in range(400)}
+    monkeypatch.setattr(hosts, "own_addresses", lambda: many)
+    monkeypatch.setenv(hosts.HOST, "192.0.2.1")
+    with ExitStack() as opened:
+        offer = mpimeeting._offer(opened)
+    assert offer[0].startswith("rank 0: SAPWOOD_HOST='192.0.2.1' is no address of this machine")
+    assert len(json.dumps(offer)) <= mpimeeting._TEXT_BYTES
 
 
 def test_rank_0_of_mpirun_is_looked_for_where_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:

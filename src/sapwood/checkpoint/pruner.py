@@ -95,10 +95,11 @@ class Pruner:
         if compared:
             self._compared = id
         elif self._compared_for != id.attempt:
-            # What all ranks of this attempt were restored from was equal; else the newest before.
-            known, parent = self._saved or {}, None if lineage is None else lineage.parent
-            older = [other for other in known if other.step < id.step]
-            self._compared = parent if parent in known else max(older, default=id)
+            # What all ranks of this attempt were restored from was equal. If it is in another tier
+            # only, the newest before it, rather than one of a branch that was left.
+            older = [other for other in self._saved or {} if other.step < id.step]
+            ancestors = [] if lineage is None else [one for one in older if one in lineage]
+            self._compared = max(ancestors or older, default=id)
         self._compared_for = id.attempt
 
     def make_room(self, id: CheckpointId, lineage: Lineage | None = None) -> None:

@@ -25,6 +25,8 @@ __all__ = ["Exchange", "agree_on_host"]
 
 _POLL = 0.02
 _TEXT_BYTES = 4096
+_PROBLEM_CHARACTERS = 600
+"""Of a message, each of which JSON may write as six bytes; a longer text would be no broadcast."""
 _MOST = 32
 """Candidates: each is a bit of a number that all ranks reduce."""
 _TRY_SECONDS = 3.0
@@ -97,7 +99,7 @@ def _offer(opened: ExitStack) -> list[Any]:
     try:
         candidates = _own()
     except ConfigError as error:  # told to all, who would wait for it otherwise
-        return [f"rank 0: {error}", "", []]
+        return [f"rank 0: {error}"[:_PROBLEM_CHARACTERS], "", []]
     for host in candidates:
         with suppress(OSError):  # an interface that is not up yet
             places.append([host, opened.enter_context(_Trial(host, token)).port])

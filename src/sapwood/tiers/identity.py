@@ -66,6 +66,10 @@ class Lineage:
         """The checkpoint the attempt was restored from; None for a training from scratch."""
         return self.ancestry[-1] if self.ancestry else None
 
+    def __contains__(self, id: CheckpointId) -> bool:
+        """Whether the attempt descends from a checkpoint."""
+        return any(id.attempt == one.attempt and id.step <= one.step for one in self.ancestry)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values for a record or a message."""
         return {
