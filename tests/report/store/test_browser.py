@@ -117,6 +117,8 @@ def test_two_versions_are_chosen_and_compared(
     assert page.locator("td.wide").all_text_contents() == ["conv.bias", "head"]
     page.locator(".chip.same").click()
     expect(page.locator("td.wide")).to_have_text(["conv.weight"])
+    page.get_by_role("button", name="Layers").click()
+    expect(page.locator("tbody tr").first).to_contain_text("conv1 changed1 same")
 
 
 def test_a_comparison_shows_how_far_it_is_and_can_be_left(

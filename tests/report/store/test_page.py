@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sapwood.report.store import Serving
 from sapwood.report.store.lineage import around
@@ -165,6 +167,29 @@ def test_what_is_wrong_is_said(
     answer = client.get(f"/api/{path}")
     assert answer.status_code == status
     assert says in answer.json()["error"]
+
+
+_ODD = st.one_of(
+    st.sampled_from(["a@1", "a", "a@best", "b@1", "0", "-1", "metric:", "name", "layer", "1e9"]),
+    st.text(max_size=12),
+)
+_KEYS = ("ref", "before", "after", "at", "filter", "sort", "order", "offset", "limit", "by", "kind")
+
+
+def test_whatever_is_asked_the_server_is_not_at_fault(
+    family: Repository, client: httpx.Client
+) -> None:
+    reads = ["session", "versions", "models", "sharing", "version", "tensors", "lineage"]
+    reads += ["differences", "histogram", "compare"]
+
+    @settings(max_examples=150)
+    @given(what=st.sampled_from(reads), query=st.dictionaries(st.sampled_from(_KEYS), _ODD))
+    def ask_anything(what: str, query: dict[str, str]) -> None:
+        answer = client.get(f"/api/{what}", params=query)
+        assert answer.status_code in (200, 400, 404, 410), answer.text
+        assert answer.status_code == 200 or answer.json()["error"]
+
+    ask_anything()
 
 
 def test_a_fault_of_the_server_tells_no_secrets(

@@ -25,7 +25,14 @@ from sapwood.errors import (
 )
 from sapwood.report.store.assets import Assets
 from sapwood.report.store.changes import Changes, Conflict
-from sapwood.report.store.comparison import KINDS, Difference, differences, page_of, summary
+from sapwood.report.store.comparison import (
+    KINDS,
+    Difference,
+    differences,
+    layers_of,
+    page_of,
+    summary,
+)
 from sapwood.report.store.detail import list_tensors, tensor_at, version_facts
 from sapwood.report.store.guards import Guard
 from sapwood.report.store.histogram import Histogram, histogram
@@ -211,7 +218,10 @@ class Page:
             raise ConfigError(f"kind is {short(kind, 40)!r}, expected one of {', '.join(KINDS)}")
         offset = whole(query, "offset", 0, least=0, most=10**9)
         limit = whole(query, "limit", _PAGE, least=1, most=_MOST)
-        return page_of(found, kind=kind, sort=query.get("sort", ""), offset=offset, limit=limit)
+        sort = query.get("sort", "")
+        if query.get("by") == "layer":
+            return layers_of(found, sort=sort, offset=offset, limit=limit)
+        return page_of(found, kind=kind, sort=sort, offset=offset, limit=limit)
 
     # -- changes, files ----------------------------------------------------------------------
 

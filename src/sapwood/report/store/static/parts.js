@@ -37,7 +37,7 @@ export function share(value, sharing) {
 export function sharingNote(sharing) {
   if (!sharing.supported) return 'This repository cannot say which tensors versions share.';
   if (!sharing.complete) return `Counting what versions share: ${sharing.versions} of ${sharing.total} read …`;
-  if (sharing.open) return `${sharing.open} tensors were not compared with others yet.`;
+  if (sharing.open) return `${sharing.open} tensors were not compared with others yet; sapwood store gc does it.`;
   return '';
 }
 
