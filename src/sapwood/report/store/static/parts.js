@@ -1,7 +1,7 @@
 // Pieces that several views have.
 
 import { h } from './dom.js';
-import { ago, moment, percent } from './format.js';
+import { ago, moment, percent, since } from './format.js';
 import { versionAddress } from './routes.js';
 
 export function reference(version, attributes = {}) {
@@ -24,7 +24,8 @@ export function tags(version, remove) {
 }
 
 export function when(seconds) {
-  return h('time', { datetime: new Date(seconds * 1000).toISOString(), title: moment(seconds), text: ago(seconds) });
+  return h('time', { datetime: new Date(seconds * 1000).toISOString(), title: moment(seconds) },
+    h('span', { class: 'long', text: ago(seconds) }), h('span', { class: 'brief', 'aria-hidden': 'true', text: since(seconds) }));
 }
 
 export function share(value, sharing) {
