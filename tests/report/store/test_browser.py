@@ -76,7 +76,7 @@ def test_a_model_is_found_and_opened_by_keys(
 ) -> None:
     page.goto(serving.url)
     expect(page.locator("tbody tr")).to_have_count(4)
-    expect(page.locator("text=being counted")).to_have_count(0)
+    expect(page.locator("[title='not known yet']")).to_have_count(0)
     page.keyboard.press("/")
     page.keyboard.type("acc>0.1")
     expect(page.locator("tbody tr")).to_have_count(2)
@@ -86,7 +86,7 @@ def test_a_model_is_found_and_opened_by_keys(
     page.keyboard.press("j")
     page.keyboard.press("j")
     page.keyboard.press("Enter")
-    expect(page.locator("h1")).to_have_text("a@1")
+    expect(page.locator("h1")).to_contain_text("a@1")
     expect(page.locator("tbody tr")).to_have_count(2)
     page.keyboard.press("j")
     page.keyboard.press("Enter")
@@ -225,7 +225,7 @@ def test_changes_need_the_token_and_removal_the_name(
     family: Repository, serving: Serving, page: playwright.Page
 ) -> None:
     page.goto(f"{serving.url}#/v/a%401")
-    expect(page.locator("h1")).to_have_text("a@1")
+    expect(page.locator("h1")).to_contain_text("a@1")
     assert page.get_by_role("button", name="Remove…").count() == 0
     page.get_by_role("button", name="Read-only").click()
     page.get_by_label("Token").fill("not the token at all")
@@ -269,7 +269,7 @@ def test_lineage_shows_forks_tags_and_what_was_removed(
     assert tag is not None
     assert tag["x"] + tag["width"] <= 360
     page.locator(".lineage li", has_text="fork").locator("a.ref").click()
-    expect(page.locator("h1")).to_have_text("fork@1")
+    expect(page.locator("h1")).to_contain_text("fork@1")
 
 
 def test_narrow_and_dark(family: Repository, serving: Serving, page: playwright.Page) -> None:

@@ -30,13 +30,14 @@ export function when(seconds) {
 
 export function share(value, sharing) {
   if (!sharing.supported) return h('span', { class: 'muted', title: 'this repository cannot say which tensors versions share', text: 'n/a' });
-  if (value === null || value === undefined) return h('span', { class: 'muted', title: 'being counted', text: '…' });
+  if (value === null || value === undefined) return h('span', { class: 'muted', title: 'not known yet', text: '…' });
   return h('span', { class: 'meter', vars: { '--part': value }, title: `${(value * 100).toFixed(2)} % of its bytes are those of other versions, too` },
     h('span', { text: percent(value) }));
 }
 
 export function sharingNote(sharing) {
   if (!sharing.supported) return 'This repository cannot say which tensors versions share.';
+  if (sharing.problem) return `What versions share is not known of all: ${sharing.problem}`;
   if (!sharing.complete) return `Counting what versions share: ${sharing.versions} of ${sharing.total} read …`;
   if (sharing.open) return `${sharing.open} tensors were not compared with others yet; sapwood store gc does it.`;
   return '';

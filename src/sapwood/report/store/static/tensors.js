@@ -72,7 +72,7 @@ export async function showTensors(root, version, signal) {
       const known = found.share !== null && found.share !== undefined;
       note.textContent = sharingNote(found.sharing) || (known ? `${percent(found.share)} of its bytes in common with other versions` : '');
       replace(foot, found.total > SIZE && pager(found, SIZE, (offset) => change({ offset })));
-      if (found.sharing.supported && (!found.sharing.complete || !known)) timer = setTimeout(load, AGAIN);
+      if (found.sharing.supported && (!found.sharing.complete || !known) && !found.sharing.problem) timer = setTimeout(load, AGAIN);
     } catch (error) {
       if (error.name !== 'AbortError') replace(body, failure(error, load));
     }
