@@ -314,3 +314,13 @@ def test_an_empty_repository_and_a_server_that_is_gone(
     serving.close()
     page.get_by_role("button", name="Models", exact=True).click()
     expect(page.locator(".failure")).to_contain_text("does not answer")
+
+
+def test_the_name_of_a_version_is_copied(
+    family: Repository, serving: Serving, page: playwright.Page
+) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(f"{serving.url}#/v/a%40best")
+    page.get_by_role("button", name="Copy the name").click()
+    expect(page.locator(".notice")).to_contain_text("Copied a@2")
+    assert page.evaluate("navigator.clipboard.readText()") == "a@2"

@@ -2,7 +2,7 @@
 
 import { get } from './api.js';
 import { removeTag, showRemove, showTag } from './changes.js';
-import { h, notice, replace } from './dom.js';
+import { h, notice, replace, s } from './dom.js';
 import { bytes, count, number } from './format.js';
 import { showLineage } from './lineage.js';
 import { reference, tags, when } from './parts.js';
@@ -71,7 +71,8 @@ function copy(ref) {
     } catch {
       notice('The browser does not let this page copy.', 'bad');
     }
-  } }, '⧉');
+  } }, s('svg', { viewBox: '0 0 16 16', width: 15, height: 15, 'aria-hidden': 'true' },
+    s('rect', { x: 5.5, y: 5.5, width: 8, height: 8, rx: 1.5 }), s('path', { d: 'M10.5 3.5v-.5a1 1 0 0 0-1-1h-6.5a1 1 0 0 0-1 1v6.5a1 1 0 0 0 1 1h.5' })));
 }
 
 function facts(version) {
