@@ -316,6 +316,18 @@ def test_an_empty_repository_and_a_server_that_is_gone(
     expect(page.locator(".failure")).to_contain_text("does not answer")
 
 
+def test_versions_are_sorted_by_a_metric_that_has_no_column(
+    repo: Repository, serving: Serving, page: playwright.Page
+) -> None:
+    for n, value in enumerate([3.0, 1.0, 2.0]):
+        metrics = {f"m{k}": 0.0 for k in range(5)} | {"zz<b>": value}
+        repo.save({"x": torch.ones(1)}, f"m@{n}", metrics=metrics)
+    page.goto(serving.url)
+    page.get_by_label("Sort by another metric").select_option("zz<b>")
+    expect(page.locator("th[aria-sort=descending]")).to_contain_text("zz<b>")
+    assert refs(page) == ["m@0", "m@2", "m@1"]
+
+
 def test_the_name_of_a_version_is_copied(
     family: Repository, serving: Serving, page: playwright.Page
 ) -> None:

@@ -41,7 +41,8 @@ export async function showList(root, values, signal) {
   search.addEventListener('keydown', (event) => {
     if (event.key === 'Enter') body.querySelector('[data-row]')?.focus();
   });
-  replace(root, h('div', { class: 'bar' }, h('div', { class: 'switch', role: 'group', 'aria-label': 'What is listed' }, views), search), body, foot, compare);
+  const more = h('select', { 'aria-label': 'Sort by another metric', hidden: true, onchange: () => more.value && change({ sort: `metric:${more.value}`, order: 'desc' }) });
+  replace(root, h('div', { class: 'bar' }, h('div', { class: 'switch', role: 'group', 'aria-label': 'What is listed' }, views), search, more), body, foot, compare);
 
   async function load({ quietly = false } = {}) {
     clearTimeout(timer);
@@ -57,6 +58,9 @@ export async function showList(root, values, signal) {
         change({ offset: 0 });
         return;
       }
+      const others = found.keys.filter((key) => !found.columns.includes(key));
+      more.hidden = !others.length;
+      replace(more, h('option', { value: '' }, 'other metrics …'), others.map((key) => h('option', { value: key, text: key })));
       const focused = body.contains(document.activeElement) ? document.activeElement.getAttribute('href') : null;
       replace(body, found.rows.length ? table(found, state, change, drawChoice) : empty(found, state));
       if (focused) body.querySelector(`[href="${CSS.escape(focused)}"]`)?.focus();
