@@ -481,3 +481,25 @@ def test_a_closed_repository_says_so(folder: Path) -> None:
     repo.close()
     with pytest.raises(StoreError, match="closed"):
         repo.models()
+
+
+def test_a_repository_says_which_tensors_are_equal(repo: Repository) -> None:
+    repo.save({"a": torch.ones(4), "none": torch.ones(0)}, "m@1")
+    repo.save({"b": torch.ones(4), "c": torch.zeros(4)}, "other@1")
+    repo.flush()
+    blobs = [repo.open(name).manifest.blobs for name in ("m@1", "other@1")]
+    found = repo.canonical([*blobs[0], *blobs[1]])
+    assert found is not None
+    assert len(found) == 3  # a tensor without elements has no bytes to compare
+    assert found[blobs[0][0]] == found[blobs[1][0]] != found[blobs[1][1]]
+
+
+def test_relatives_are_found_by_number_also_when_removed(repo: Repository) -> None:
+    first = repo.save({"a": torch.ones(4)}, "m@1")
+    repo.save({"a": torch.ones(4)}, "m@2", parent="m@1")
+    repo.remove("m@1")
+    repo.remove("m@2")
+    assert repo.by_id(first.id, "m").removed is not None
+    assert [one.version for one in repo.children_of(first.id)] == ["2"]
+    with pytest.raises(ModelNotFound):
+        repo.by_id(first.id, "other")

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sapwood.report.store.comparison import Difference, differences, page_of, summary
+from sapwood.report.store.comparison import (
+    Difference,
+    differences,
+    layers_of,
+    page_of,
+    summary,
+)
 from sapwood.report.store.jobs import Cancelled
 from sapwood.repository.manifest import DTYPES
 from sapwood.store import Repository
@@ -91,6 +97,20 @@ def test_shapes_and_names_that_differ(repo: Repository) -> None:
     assert totals == {
         "tensors": 5, "changed": 0, "reshaped": 1, "added": 1, "removed": 1, "same": 2,
     }  # fmt: skip
+
+
+def test_layers_put_their_tensors_together(repo: Repository) -> None:
+    before = {"a.w": torch.tensor([3.0, 0.0]), "a.b": torch.tensor([4.0]), "top": torch.ones(1)}
+    after = {"a.w": torch.tensor([3.0, 1.0]), "a.b": torch.tensor([4.0]), "b.c.w": torch.ones(1)}
+    found = list(compared(repo, before, after).values())
+    page = layers_of(found, sort="relative", offset=0, limit=10)
+    assert [(row["name"], row["kinds"]) for row in page["rows"]] == [
+        ("a", {"changed": 1, "same": 1}),
+        ("b.c", {"added": 1}),
+        ("", {"removed": 1}),
+    ]
+    assert page["rows"][0]["relative"] == pytest.approx(1 / 5)
+    assert page["rows"][0]["largest"] == 1.0
 
 
 def test_equal_tensors_are_not_read(family: Repository, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,8 @@ def test_truth_values_and_nothing_but_odd_ones() -> None:
     truth = of(torch.tensor([True, False, True]))
     assert truth.counts == (1, 2)
     assert truth.mean == pytest.approx(2 / 3)
+    bytes_of_truth = torch.tensor([0, 1, 2, 255], dtype=torch.uint8).view(torch.bool)
+    assert of(bytes_of_truth).counts == (1, 3)
     odd = of(torch.tensor([math.nan, math.inf, -math.inf, math.inf]))
     assert (odd.nan, odd.positive_infinite, odd.negative_infinite) == (1, 2, 1)
     assert odd.counts == ()

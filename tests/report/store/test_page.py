@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sapwood.report.store import Serving
 from sapwood.report.store.lineage import around
 from sapwood.report.store.sharing import Sharing
 from sapwood.report.store.versions import Versions
 from sapwood.store import Repository
+from sapwood.store.stored import StoredModel
 
 
 def ask(client: httpx.Client, what: str, **query: Any) -> Any:
@@ -167,6 +173,29 @@ def test_what_is_wrong_is_said(
     assert says in answer.json()["error"]
 
 
+_ODD = st.one_of(
+    st.sampled_from(["a@1", "a", "a@best", "b@1", "0", "-1", "metric:", "name", "layer", "1e9"]),
+    st.text(max_size=12),
+)
+_KEYS = ("ref", "before", "after", "at", "filter", "sort", "order", "offset", "limit", "by", "kind")
+
+
+def test_whatever_is_asked_the_server_is_not_at_fault(
+    family: Repository, client: httpx.Client
+) -> None:
+    reads = ["session", "versions", "models", "sharing", "version", "tensors", "lineage"]
+    reads += ["differences", "histogram", "compare"]
+
+    @settings(max_examples=60)
+    @given(what=st.sampled_from(reads), query=st.dictionaries(st.sampled_from(_KEYS), _ODD))
+    def ask_anything(what: str, query: dict[str, str]) -> None:
+        answer = client.get(f"/api/{what}", params=query)
+        assert answer.status_code in (200, 400, 404, 410), answer.text
+        assert answer.status_code == 200 or answer.json()["error"]
+
+    ask_anything()
+
+
 def test_a_fault_of_the_server_tells_no_secrets(
     family: Repository, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +210,7 @@ def test_a_fault_of_the_server_tells_no_secrets(
 
 
 def test_damage_is_named(
-    family: Repository, client: httpx.Client, serving: Serving, tmp_path: Any
+    family: Repository, client: httpx.Client, serving: Serving, tmp_path: Path
 ) -> None:
     for pack in (tmp_path / "models" / "packs").rglob("*"):
         if pack.is_file():
@@ -191,6 +220,42 @@ def test_damage_is_named(
     assert "pack is missing" in answer.json()["error"]
     lines = client.get("/api/compare", params={"before": "a@1", "after": "a@2"}).text.splitlines()
     assert "pack is missing" in json.loads(lines[-1])["error"]
+
+
+def test_one_damaged_version_hides_no_others(
+    family: Repository, client: httpx.Client, tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(tmp_path / "models" / "catalog.db")) as db, db:
+        db.execute("UPDATE model SET manifest = x'00' WHERE name = 'b'")
+    assert counted(client, "a@2") == {"conv.weight": 1, "conv.bias": 0}
+    rows = {row["ref"]: row["share"] for row in ask(client, "versions")["rows"]}
+    assert rows["b@1"] is None
+    assert rows["a@1"] is not None
+    assert "b@1" in ask(client, "sharing")["problem"]
+    answer = client.get("/api/version", params={"ref": "b@1"})
+    assert (answer.status_code, "truncated" in answer.json()["error"]) == (500, True)
+    family.remove("a@1")  # and what is done elsewhere is still seen
+    deadline = time.monotonic() + 20
+    while len(ask(client, "versions")["rows"]) != 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_version_that_is_removed_while_it_is_compared(
+    repo: Repository, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in (1, 2):
+        repo.save({"a": torch.full((3,), n), "b": torch.full((4,), n)}, f"m@{n}")
+    blocks = StoredModel.blocks
+
+    def removing(self: StoredModel, row: Any) -> Any:
+        yield from blocks(self, row)
+        if any(str(record.reference) == "m@1" for record in repo.models()):
+            repo.remove("m@1")
+
+    monkeypatch.setattr(StoredModel, "blocks", removing)
+    answer = client.get("/api/compare", params={"before": "m@1", "after": "m@2"})
+    assert "removed" in json.loads(answer.text.splitlines()[-1])["error"]
 
 
 def test_what_is_counted_ends_with_its_owner(family: Repository) -> None:

@@ -2,6 +2,7 @@
 
 ``guards``      what a request must be to be heard: this machine, this page
 ``app``         which address answers what
+``failures``    what is answered when something went wrong
 ``versions``    lists of versions and models: filtered, sorted, a page at a time
 ``detail``      one version and its tensors
 ``sharing``     how many versions share each tensor

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,19 +13,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from sapwood._version import __version__
-from sapwood.errors import (
-    BadName,
-    ConfigError,
-    Denied,
-    Gone,
-    ModelExists,
-    ModelNotFound,
-    SapwoodError,
-)
+from sapwood.errors import ConfigError, Gone, SapwoodError
 from sapwood.report.store.assets import Assets
-from sapwood.report.store.changes import Changes, Conflict
-from sapwood.report.store.comparison import KINDS, Difference, differences, page_of, summary
+from sapwood.report.store.changes import Changes
+from sapwood.report.store.comparison import (
+    KINDS,
+    Difference,
+    differences,
+    layers_of,
+    page_of,
+    summary,
+)
 from sapwood.report.store.detail import list_tensors, tensor_at, version_facts
+from sapwood.report.store.failures import HANDLERS
 from sapwood.report.store.guards import Guard
 from sapwood.report.store.histogram import Histogram, histogram
 from sapwood.report.store.jobs import Cancelled, Job, Jobs, Kept
@@ -40,17 +39,6 @@ from sapwood.store.stored import StoredModel
 
 __all__ = ["Page"]
 
-log = logging.getLogger(__name__)
-_STATUS: tuple[tuple[type[Exception], int], ...] = (
-    (ModelNotFound, 404),
-    (BadName, 400),
-    (ConfigError, 400),
-    (Denied, 403),
-    (Conflict, 409),
-    (ModelExists, 409),
-    (Gone, 410),
-    (SapwoodError, 500),
-)
 _PAGE, _MOST = 200, 500
 
 
@@ -89,12 +77,7 @@ class Page:
             Route("/", self._file),
             Route("/static/{name:str}", self._file),
         ]
-        handlers: Mapping[Any, Any] = {
-            SapwoodError: _refused,
-            Cancelled: _cancelled,
-            Exception: _failed,
-        }
-        return Guard(Starlette(routes=routes, exception_handlers=handlers))
+        return Guard(Starlette(routes=routes, exception_handlers=HANDLERS))
 
     def close(self) -> None:
         """End what runs in the background. Calling it again does nothing."""
@@ -211,7 +194,10 @@ class Page:
             raise ConfigError(f"kind is {short(kind, 40)!r}, expected one of {', '.join(KINDS)}")
         offset = whole(query, "offset", 0, least=0, most=10**9)
         limit = whole(query, "limit", _PAGE, least=1, most=_MOST)
-        return page_of(found, kind=kind, sort=query.get("sort", ""), offset=offset, limit=limit)
+        sort = query.get("sort", "")
+        if query.get("by") == "layer":
+            return layers_of(found, sort=sort, offset=offset, limit=limit)
+        return page_of(found, kind=kind, sort=sort, offset=offset, limit=limit)
 
     # -- changes, files ----------------------------------------------------------------------
 
@@ -252,18 +238,3 @@ def _counted(job: Job[Histogram], stored: StoredModel, at: int) -> Histogram:
             yield block
 
     return histogram(blocks, row.dtype)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    if status == 500:
-        log.warning("%s: %s", request.url.path, error)
-    return Json({"error": str(error)}, status_code=status)
-
-
-async def _cancelled(request: Request, error: Exception) -> Response:
-    return Json({"error": "this was cancelled"}, status_code=503)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return Json({"error": f"{type(error).__name__}; see the server's log"}, status_code=500)

@@ -19,7 +19,7 @@ from sapwood.report.store.plain import number, short
 from sapwood.repository.manifest import TensorRow
 from sapwood.store.stored import StoredModel
 
-__all__ = ["Difference", "Progress", "differences", "page_of", "summary"]
+__all__ = ["KINDS", "Difference", "Progress", "differences", "layers_of", "page_of", "summary"]
 
 KINDS = ("changed", "reshaped", "added", "removed", "same")
 
@@ -41,6 +41,9 @@ class Difference:
     largest: float = 0.0
     relative: float = 0.0
     """The norm of the difference, divided by that of the tensor before."""
+    distance: float = 0.0
+    norm: float = 0.0
+    """The squares of both norms, for layers of several tensors."""
 
 
 Progress = Callable[[int, int, str], None]
@@ -120,11 +123,6 @@ class _Measure:
 
     def found(self, at: int, name: str, old: TensorRow, new: TensorRow) -> Difference:
         """All of it."""
-        relative = 0.0
-        if self._distance:
-            # A norm that float64 cannot hold has no ratio; nor has one of nothing but zeros.
-            measurable = self._norm and math.isfinite(self._norm)
-            relative = math.sqrt(self._distance / self._norm) if measurable else math.inf
         return Difference(
             at=at,
             name=name,
@@ -134,8 +132,17 @@ class _Measure:
             elements=self._elements,
             odd=self._odd,
             largest=self._largest,
-            relative=relative,
+            relative=_relative(self._distance, self._norm),
+            distance=self._distance,
+            norm=self._norm,
         )
+
+
+def _relative(distance: float, norm: float) -> float:
+    if not distance:
+        return 0.0
+    # A norm that float64 cannot hold has no ratio; nor has one of nothing but zeros.
+    return math.sqrt(distance / norm) if norm and math.isfinite(norm) else math.inf
 
 
 def _different(old: memoryview, new: memoryview, elements: int) -> npt.NDArray[np.bool_]:
@@ -172,6 +179,39 @@ def page_of(
         "offset": offset,
         "most": number(max((r.relative for r in rows if math.isfinite(r.relative)), default=0.0)),
         "rows": [_plain(one) for one in rows[offset : offset + limit]],
+    }
+
+
+def layers_of(found: Sequence[Difference], *, sort: str, offset: int, limit: int) -> dict[str, Any]:
+    """A page of layers that differ: what is before the last dot of a tensor's name."""
+    layers: dict[str, list[Difference]] = {}
+    for one in found:
+        layers.setdefault(one.name.rpartition(".")[0], []).append(one)
+    rows = [
+        _layer(name, tensors)
+        for name, tensors in layers.items()
+        if any(one.kind != "same" for one in tensors)
+    ]
+    if sort in ("relative", "largest"):
+        rows.sort(key=lambda row: -float(row[sort]))
+    return {
+        "total": len(rows),
+        "offset": offset,
+        "most": max((r["relative"] for r in rows if math.isfinite(r["relative"])), default=0.0),
+        "rows": [
+            {**row, "relative": number(row["relative"]), "largest": number(row["largest"])}
+            for row in rows[offset : offset + limit]
+        ],
+    }
+
+
+def _layer(name: str, tensors: Sequence[Difference]) -> dict[str, Any]:
+    return {
+        "name": short(name),
+        "tensors": len(tensors),
+        "kinds": {kind: n for kind, n in summary(tensors).items() if n and kind in KINDS},
+        "relative": _relative(sum(t.distance for t in tensors), sum(t.norm for t in tensors)),
+        "largest": max(t.largest for t in tensors),
     }
 
 

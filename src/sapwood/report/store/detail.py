@@ -9,7 +9,7 @@ from typing import Any
 from sapwood.errors import ModelNotFound
 from sapwood.report.store.plain import brief, number, short, whole
 from sapwood.report.store.sharing import Counted
-from sapwood.repository.base import NOTHING, ModelRecord
+from sapwood.repository.base import ModelRecord
 from sapwood.repository.manifest import Manifest, TensorRow
 from sapwood.repository.names import Reference
 from sapwood.store import Repository
@@ -66,7 +66,6 @@ def list_tensors(
     words = query.get("filter", "")[:1000].casefold().split()
     offset = whole(query, "offset", 0, least=0, most=10**9)
     limit = whole(query, "limit", _PAGE, least=1, most=_MOST)
-    first = {number: at for at, (_, number) in reversed(list(enumerate(manifest.names)))}
     found = [
         (at, name, number)
         for at, (name, number) in enumerate(manifest.names)
@@ -74,21 +73,7 @@ def list_tensors(
     ]
     if query.get("sort") == "bytes":
         found.sort(key=lambda one: -manifest.sizes[one[2]])
-    rows = []
-    for at, name, place in found[offset : offset + limit]:
-        row = manifest.row(place)
-        tied = manifest.names[first[place]][0] if first[place] != at else None
-        rows.append(
-            {
-                "at": at,
-                "name": short(name),
-                "dtype": row.dtype,
-                "shape": _shape(row),
-                "bytes": row.nbytes,
-                "tied": None if tied is None else short(tied),
-                "others": counted.others(record.id, row.blob) if row.blob != NOTHING else None,
-            }
-        )
+    first = {number: name for name, number in reversed(manifest.names)}
     return {
         "total": len(found),
         "all": len(manifest.names),
@@ -96,7 +81,24 @@ def list_tensors(
         "largest": max(manifest.sizes, default=0),
         "share": counted.shares.get(record.id),
         "sharing": counted.plain(),
-        "rows": rows,
+        "rows": [
+            {
+                **_tensor(name, manifest.row(number)),
+                "at": at,
+                "tied": short(first[number]) if first[number] != name else None,
+                "others": counted.others(record.id, manifest.blobs[number]),
+            }
+            for at, name, number in found[offset : offset + limit]
+        ],
+    }
+
+
+def _tensor(name: str, row: TensorRow) -> dict[str, Any]:
+    return {
+        "name": short(name),
+        "dtype": row.dtype,
+        "shape": _shape(row),
+        "bytes": row.nbytes,
     }
 
 

@@ -36,6 +36,9 @@ def values_of(block: memoryview, dtype: str) -> Values:
         parts = np.frombuffer(block, np.float16).astype(np.float32)
         found: Values = parts.view(np.complex64)
         return found
+    if dtype == "bool":
+        truth: Values = np.frombuffer(block, np.uint8) != 0  # a byte of 2 is true, and not two
+        return truth
     return np.frombuffer(block, dtype)
 
 

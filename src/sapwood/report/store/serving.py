@@ -9,11 +9,16 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from sapwood.errors import ConfigError, StoreError
 from sapwood.regular import read_regular
 from sapwood.runtime.textfile import replace_text
 from sapwood.store import Repository
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
 
 __all__ = ["Serving", "read_token"]
 
@@ -44,31 +49,16 @@ class Serving:
             ConfigError: the packages it needs are missing, or the port cannot be had.
         """
         try:
-            import uvicorn
-
             from sapwood.report.store.app import Page
+
+            self._page = Page(repo, place=place, token=token)
+            self._server = _server(self._page.app())
         except ModuleNotFoundError as error:
             if error.name not in ("uvicorn", "starlette"):
                 raise
             raise ConfigError(_MISSING) from None
-        self._page = Page(repo, place=place, token=token)
         self._socket = _listening(port)
         self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            self._page.app(),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            http="h11",
-            ws="none",
-            loop="asyncio",
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=10,
-            timeout_graceful_shutdown=_GRACE,
-            limit_concurrency=_CONNECTIONS,
-        )
-        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="sapwood-page-server")
         self._thread.start()
         try:
@@ -116,6 +106,26 @@ class Serving:
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 raise StoreError(f"the server did not start within {_START:g} s; see its log")
             time.sleep(0.01)
+
+
+def _server(app: ASGIApp) -> uvicorn.Server:
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=10,
+        timeout_graceful_shutdown=_GRACE,
+        limit_concurrency=_CONNECTIONS,
+    )
+    return uvicorn.Server(config)
 
 
 def _listening(port: int) -> socket.socket:

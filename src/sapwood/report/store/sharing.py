@@ -10,13 +10,14 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.errors import ModelNotFound, SapwoodError
+from sapwood.errors import Damaged, ModelNotFound, SapwoodError
+from sapwood.report.store.plain import short
 from sapwood.report.store.versions import Versions
 from sapwood.repository.base import NOTHING, ModelRecord
 from sapwood.repository.manifest import Manifest
@@ -43,6 +44,8 @@ class Counted:
     supported: bool = True
     """Whether the repository can say which tensors are equal."""
     complete: bool = False
+    problem: str = ""
+    """Why some or all of it is not known."""
     open: int = 0
     """Tensors whose bytes the repository has not compared yet."""
     shares: Mapping[int, float] = field(default_factory=dict)
@@ -67,6 +70,7 @@ class Counted:
             "total": self.total,
             "complete": self.complete,
             "open": self.open,
+            "problem": short(self.problem),
         }
 
 
@@ -79,6 +83,7 @@ class Sharing:
         self._known: dict[int, tuple[_Ints, _Ints]] = {}
         self._canonical: dict[int, int] = {}
         self._unsettled: set[int] = set()
+        self._unreadable: dict[int, str] = {}
         self._wanted = threading.Event()
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -111,6 +116,7 @@ class Sharing:
                 self._refresh()
             except SapwoodError as error:
                 log.warning("what versions share is not known for now: %s", error)
+                self.counted = replace(self.counted, complete=True, problem=str(error))
             with self._lock:
                 if not self._closed.is_set():
                     self._wanted.clear()
@@ -125,7 +131,11 @@ class Sharing:
         for gone in self._known.keys() - records.keys():
             del self._known[gone]
             changed = True
-        todo = [record for id, record in records.items() if id not in self._known]
+        for gone in self._unreadable.keys() - records.keys():
+            del self._unreadable[gone]
+            changed = True
+        read = self._known.keys() | self._unreadable.keys()
+        todo = [record for id, record in records.items() if id not in read]
         due = time.monotonic() + _SHOW
         for start in range(0, len(todo), _BATCH):
             self._read(todo[start : start + _BATCH])
@@ -134,7 +144,7 @@ class Sharing:
             if time.monotonic() >= due:
                 self._count(len(records), complete=False)
                 due = time.monotonic() + _SHOW
-        if self._settle() or changed or not self.counted.complete or todo:
+        if self._settle() or changed or not self.counted.complete or todo or self.counted.problem:
             self._count(len(records), complete=True)
 
     def _read(self, records: Sequence[ModelRecord]) -> None:
@@ -145,6 +155,9 @@ class Sharing:
                 stored = self._repo.open(str(record.reference))
             except ModelNotFound:
                 continue  # removed meanwhile
+            except Damaged as error:
+                self._unreadable[record.id] = f"{record.reference}: {error}"
+                continue
             self._known[stored.record.id] = found = _blobs_of(stored.manifest)
             self._unsettled.update(found[0].tolist())
         self._unsettled -= self._canonical.keys()
@@ -180,6 +193,7 @@ class Sharing:
             total=total,
             complete=complete,
             open=len(self._unsettled),
+            problem=next(iter(self._unreadable.values()), ""),
             shares=dict(zip(ids, shares.tolist(), strict=True)),
             canonical=self._canonical,
             blobs=blobs,

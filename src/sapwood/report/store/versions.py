@@ -24,7 +24,7 @@ _PATIENT = 10.0
 """A list that takes long to read is kept so many times as long."""
 _PAGE, _MOST = 100, 200
 _COLUMNS = 4
-_KEY = 100
+_KEY, _KEYS = 100, 50
 _COMPARISON = re.compile(r"(.+?)(>=|<=|>|<)([^<>=]+)")
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -144,7 +144,7 @@ def _sorted(records: Sequence[ModelRecord], listing: Listing) -> list[ModelRecor
 def list_versions(records: Sequence[ModelRecord], listing: Listing) -> dict[str, Any]:
     """A page of versions."""
     found = _sorted(list(filter(wanted(listing.words), records)), listing)
-    columns = _columns(found, listing.sort)
+    keys, columns = _columns(found, listing.sort)
     page = found[listing.offset : listing.offset + listing.limit]
     rows = [{**brief(one), "metrics": _metrics(one, columns)} for one in page]
     return {
@@ -152,6 +152,7 @@ def list_versions(records: Sequence[ModelRecord], listing: Listing) -> dict[str,
         "all": len(records),
         "offset": listing.offset,
         "columns": columns,
+        "keys": keys,
         "rows": rows,
     }
 
@@ -165,7 +166,7 @@ def list_models(records: Sequence[ModelRecord], listing: Listing) -> dict[str, A
     latest = _sorted([group[-1] for group in groups], listing)
     if listing.sort == "count":
         latest.sort(key=lambda record: counts[record.id], reverse=listing.descending)
-    columns = _columns(latest, listing.sort)
+    keys, columns = _columns(latest, listing.sort)
     page = latest[listing.offset : listing.offset + listing.limit]
     rows = [
         {**brief(one), "metrics": _metrics(one, columns), "count": counts[one.id]} for one in page
@@ -175,19 +176,20 @@ def list_models(records: Sequence[ModelRecord], listing: Listing) -> dict[str, A
         "all": len({record.name for record in records}),
         "offset": listing.offset,
         "columns": columns,
+        "keys": keys,
         "rows": rows,
     }
 
 
-def _columns(records: Sequence[ModelRecord], sort: str) -> list[str]:
-    """The metrics that most versions have; the one they are sorted by among them."""
+def _columns(records: Sequence[ModelRecord], sort: str) -> tuple[list[str], list[str]]:
+    """The metrics that most versions have, and which are shown: also what they are sorted by."""
     counts = Counter(key for one in records for key in one.metrics if len(key) <= _KEY)
     found = [key for key, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     chosen = found[:_COLUMNS]
     key = sort.removeprefix("metric:")
     if key != sort and key in counts and key not in chosen:
         chosen[-1] = key
-    return chosen
+    return found[:_KEYS], chosen
 
 
 def _metrics(record: ModelRecord, columns: Sequence[str]) -> list[float | str | None]:

@@ -44,7 +44,9 @@ export function query(values) {
 
 export async function get(what, values, signal) {
   const address = `/api/${what}?${query(values)}`;
-  const response = await checked(() => fetch(address, { headers: headers(), signal }));
+  // Reading needs no token, so it is not sent: by now another program may listen at this port.
+  const sent = what === 'session' ? headers() : {};
+  const response = await checked(() => fetch(address, { headers: sent, signal }));
   return response.json();
 }
 
@@ -60,7 +62,7 @@ export async function post(what, body) {
 // One object for each line, as they come. Leaving the loop, or the signal, ends the server's work.
 export async function* lines(what, values, signal) {
   const address = `/api/${what}?${query(values)}`;
-  const response = await checked(() => fetch(address, { headers: headers(), signal }));
+  const response = await checked(() => fetch(address, { signal }));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = '';
   try {

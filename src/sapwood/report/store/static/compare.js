@@ -46,7 +46,7 @@ async function showFound(body, before, after, totals, signal) {
     replace(body, h('p', { class: 'empty', text: `All ${count(totals.tensors)} tensors are the same, bit for bit.` }));
     return;
   }
-  const state = { kind: '', sort: totals.changed ? 'relative' : '', offset: 0 };
+  const state = { by: '', kind: '', sort: totals.changed ? 'relative' : '', offset: 0 };
   const table = h('div', { class: 'table-box' });
   const foot = h('div', { class: 'foot' });
   const chips = KINDS.filter((kind) => totals[kind]).map((kind) => h('button', { type: 'button', class: `chip ${kind}`, 'aria-pressed': 'false', onclick: (event) => {
@@ -54,16 +54,22 @@ async function showFound(body, before, after, totals, signal) {
     for (const chip of chips) chip.setAttribute('aria-pressed', String(chip === event.currentTarget && state.kind === kind));
     load(0);
   } }, h('strong', { text: count(totals[kind]) }), ` ${kind}`));
+  const views = [['', 'Tensors'], ['layer', 'Layers']].map(([by, label]) => h('button', { type: 'button', 'aria-pressed': String(by === state.by), onclick: (event) => {
+    state.by = by;
+    for (const view of views) view.setAttribute('aria-pressed', String(view === event.currentTarget));
+    for (const chip of chips) chip.disabled = by === 'layer';
+    load(0);
+  } }, label));
   const order = h('select', { 'aria-label': 'Order', onchange: () => { state.sort = order.value; load(0); } },
     [['relative', 'by relative difference'], ['largest', 'by largest difference'], ['', 'in the order of the model']].map(([value, label]) => h('option', { value, selected: value === state.sort }, label)));
-  replace(body, h('div', { class: 'bar' }, h('div', { class: 'chips', role: 'group', 'aria-label': 'Show only' }, chips), order), table, foot);
+  replace(body, h('div', { class: 'bar' }, h('div', { class: 'switch', role: 'group', 'aria-label': 'What is listed' }, views), h('div', { class: 'chips', role: 'group', 'aria-label': 'Show only' }, chips), order), table, foot);
 
   async function load(offset) {
     state.offset = offset;
     try {
       const found = await get('differences', { before, after, ...state, limit: SIZE }, signal);
-      replace(table, rows(found));
-      replace(foot, found.total > SIZE ? pager(found, SIZE, load) : h('span', { class: 'range', text: `${count(found.total)} tensors` }),
+      replace(table, state.by ? layers(found) : rows(found));
+      replace(foot, found.total > SIZE ? pager(found, SIZE, load) : h('span', { class: 'range', text: `${count(found.total)} ${state.by ? 'layers' : 'tensors'}` }),
         h('span', { class: 'muted', text: 'relative: norm of the difference by norm before' }));
     } catch (error) {
       if (error.name !== 'AbortError') replace(table, failure(error, () => load(offset)));
@@ -81,14 +87,27 @@ function rows(found) {
       row.kind === 'changed' ? changed(row, found.most) : [h('td'), h('td'), h('td')]))));
 }
 
+function layers(found) {
+  return h('table', { class: 'differences' },
+    h('thead', null, h('tr', null, [['Layer', 'wide'], ['Tensors', ''], ['Relative', 'num'], ['Largest', 'num']].map(([label, kind]) => h('th', { class: kind, scope: 'col' }, label)))),
+    h('tbody', null, found.rows.map((row) => h('tr', null,
+      h('td', { class: 'wide mono', tabindex: -1, 'data-row': true, title: row.name }, row.name || h('span', { class: 'muted', text: '(outside of layers)' })),
+      h('td', { class: 'kinds' }, KINDS.filter((kind) => row.kinds[kind]).map((kind) => h('span', { class: `kind ${kind}`, text: `${count(row.kinds[kind])} ${kind}` }))),
+      row.kinds.changed ? [h('td', { class: 'num nowrap' }, meter(row, found.most)), h('td', { class: 'num', text: number(row.largest, 3) })] : [h('td'), h('td')]))));
+}
+
 function changed(row, most) {
-  // Each tenth of the bar is half of what is above: differences span many powers of ten.
-  const part = row.relative === 'inf' ? 1 : row.relative && most ? Math.max(0.03, 1 + Math.log2(row.relative / most) / 10) : 0;
   return [
-    h('td', { class: 'num nowrap' }, h('span', { class: 'meter', vars: { '--part': part }, title: row.relative === 'inf' ? 'it was zero before' : 'the bar is logarithmic' }, h('span', { text: number(row.relative, 3) }))),
+    h('td', { class: 'num nowrap' }, meter(row, most)),
     h('td', { class: 'num', text: number(row.largest, 3) }),
     h('td', { class: 'num nowrap' }, percent(row.elements / row.count), row.odd > 0 && h('span', { class: 'badge warn', title: 'NaN or infinite on either side; not in the other numbers', text: `${count(row.odd)} not finite` })),
   ];
+}
+
+// Each tenth of the bar is half of what is above: differences span many powers of ten.
+function meter(row, most) {
+  const part = row.relative === 'inf' ? 1 : row.relative && most ? Math.max(0.03, 1 + Math.log2(row.relative / most) / 10) : 0;
+  return h('span', { class: 'meter', vars: { '--part': part }, title: row.relative === 'inf' ? 'it was zero before, or is too large to tell' : 'the bar is logarithmic' }, h('span', { text: number(row.relative, 3) }));
 }
 
 function type(row) {

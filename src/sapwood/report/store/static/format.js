@@ -46,6 +46,13 @@ export function ago(seconds) {
   return `${whole} ${unit}${whole === 1 ? '' : 's'} ago`;
 }
 
+// The same for where there is no room.
+export function since(seconds) {
+  const passed = Math.max(0, Date.now() / 1000 - seconds);
+  const [, unit, size] = STEPS.find(([limit]) => passed < limit);
+  return `${Math.floor(passed / size)} ${{ second: 's', minute: 'min', hour: 'h', day: 'd', month: 'mo', year: 'y' }[unit]}`;
+}
+
 export function moment(seconds) {
   return new Date(seconds * 1000).toLocaleString('en-GB', { dateStyle: 'medium', timeStyle: 'medium' });
 }

@@ -78,6 +78,6 @@ function label(node, here, version) {
       gone && h('span', { class: 'badge gone', text: 'removed' }),
       !gone && !self && h('a', { class: 'aside', href: compareAddress(node.ref, version.ref), title: `Compare ${node.ref} with ${version.ref}`, text: 'compare' })),
     h('div', { class: 'second' },
-      h('span', { class: 'muted nowrap' }, when(node.created), ` · ${bytes(node.bytes)}`, node.metrics.map(([key, value]) => ` · ${key} ${number(value)}`)),
+      h('span', { class: 'muted nowrap' }, when(node.created), ` · ${bytes(node.bytes)}`, h('span', { class: 'low' }, node.metrics.map(([key, value]) => ` · ${key} ${number(value)}`))),
       tags(node)));
 }

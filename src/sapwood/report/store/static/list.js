@@ -41,7 +41,8 @@ export async function showList(root, values, signal) {
   search.addEventListener('keydown', (event) => {
     if (event.key === 'Enter') body.querySelector('[data-row]')?.focus();
   });
-  replace(root, h('div', { class: 'bar' }, h('div', { class: 'switch', role: 'group', 'aria-label': 'What is listed' }, views), search), body, foot, compare);
+  const more = h('select', { 'aria-label': 'Sort by another metric', hidden: true, onchange: () => more.value && change({ sort: `metric:${more.value}`, order: 'desc' }) });
+  replace(root, h('div', { class: 'bar' }, h('div', { class: 'switch', role: 'group', 'aria-label': 'What is listed' }, views), search, more), body, foot, compare);
 
   async function load({ quietly = false } = {}) {
     clearTimeout(timer);
@@ -57,6 +58,9 @@ export async function showList(root, values, signal) {
         change({ offset: 0 });
         return;
       }
+      const others = found.keys.filter((key) => !found.columns.includes(key));
+      more.hidden = !others.length;
+      replace(more, h('option', { value: '' }, 'other metrics …'), others.map((key) => h('option', { value: key, text: key })));
       const focused = body.contains(document.activeElement) ? document.activeElement.getAttribute('href') : null;
       replace(body, found.rows.length ? table(found, state, change, drawChoice) : empty(found, state));
       if (focused) body.querySelector(`[href="${CSS.escape(focused)}"]`)?.focus();
@@ -98,12 +102,12 @@ function table(found, state, change, drawChoice) {
     ['bytes', 'Size', 'num'],
     ['tensors', 'Tensors', 'num low'],
     [null, 'In common', 'low', 'how much of its bytes other versions have, too'],
-    ...found.columns.map((key) => [`metric:${key}`, key, 'num metric']),
+    ...found.columns.map((key) => [`metric:${key}`, key, metricClass(key, state)]),
   ].filter(Boolean);
   return h('table', { class: 'list' },
     h('thead', null, h('tr', null, !models && h('th', { class: 'pick', scope: 'col' }, h('span', { class: 'only-read', text: 'Choose' })),
       columns.map(([sort, label, kind, title]) => head(sort, label, kind, title, state, change)))),
-    h('tbody', null, found.rows.map((row) => line(row, found, models, change, drawChoice))));
+    h('tbody', null, found.rows.map((row) => line(row, found, state, drawChoice))));
 }
 
 function head(sort, label, kind, title, state, change) {
@@ -118,7 +122,13 @@ function head(sort, label, kind, title, state, change) {
     h('button', { type: 'button', class: 'sort', title: `Sort by ${label}`, onclick: () => change({ sort, order }) }, parts));
 }
 
-function line(row, found, models, change, drawChoice) {
+// In a narrow window only the metric that is sorted by is shown.
+function metricClass(key, state) {
+  return `num metric${state.sort === `metric:${key}` ? '' : ' low'}`;
+}
+
+function line(row, found, state, drawChoice) {
+  const models = state.view === 'models';
   const pick = h('input', { type: 'checkbox', 'data-row-key': 'x', 'aria-label': `Choose ${row.ref} for comparison`, onchange: (event) => {
     chosen.toggle(row.ref);
     for (const box of event.target.closest('tbody').querySelectorAll('input[data-row-key]')) box.checked = chosen.has(box.getAttribute('data-ref'));
@@ -133,5 +143,5 @@ function line(row, found, models, change, drawChoice) {
     h('td', { class: 'num nowrap', text: bytes(row.bytes) }),
     h('td', { class: 'num low', text: count(row.tensors) }),
     h('td', { class: 'low' }, share(row.share, found.sharing)),
-    row.metrics.map((value) => h('td', { class: `num metric${value === null ? ' muted' : ''}`, text: number(value) })));
+    row.metrics.map((value, n) => h('td', { class: `${metricClass(found.columns[n], state)}${value === null ? ' muted' : ''}`, text: number(value) })));
 }

@@ -1,7 +1,7 @@
 // Pieces that several views have.
 
 import { h } from './dom.js';
-import { ago, moment, percent } from './format.js';
+import { ago, moment, percent, since } from './format.js';
 import { versionAddress } from './routes.js';
 
 export function reference(version, attributes = {}) {
@@ -24,20 +24,22 @@ export function tags(version, remove) {
 }
 
 export function when(seconds) {
-  return h('time', { datetime: new Date(seconds * 1000).toISOString(), title: moment(seconds), text: ago(seconds) });
+  return h('time', { datetime: new Date(seconds * 1000).toISOString(), title: moment(seconds) },
+    h('span', { class: 'long', text: ago(seconds) }), h('span', { class: 'brief', 'aria-hidden': 'true', text: since(seconds) }));
 }
 
 export function share(value, sharing) {
   if (!sharing.supported) return h('span', { class: 'muted', title: 'this repository cannot say which tensors versions share', text: 'n/a' });
-  if (value === null || value === undefined) return h('span', { class: 'muted', title: 'being counted', text: '…' });
+  if (value === null || value === undefined) return h('span', { class: 'muted', title: 'not known yet', text: '…' });
   return h('span', { class: 'meter', vars: { '--part': value }, title: `${(value * 100).toFixed(2)} % of its bytes are those of other versions, too` },
     h('span', { text: percent(value) }));
 }
 
 export function sharingNote(sharing) {
   if (!sharing.supported) return 'This repository cannot say which tensors versions share.';
+  if (sharing.problem) return `What versions share is not known of all: ${sharing.problem}`;
   if (!sharing.complete) return `Counting what versions share: ${sharing.versions} of ${sharing.total} read …`;
-  if (sharing.open) return `${sharing.open} tensors were not compared with others yet.`;
+  if (sharing.open) return `${sharing.open} tensors were not compared with others yet; sapwood store gc does it.`;
   return '';
 }
 

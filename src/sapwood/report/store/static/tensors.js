@@ -40,6 +40,7 @@ export async function showTensors(root, version, signal) {
     shown = row.at;
     mark();
     side.hidden = false;
+    if (matchMedia('(max-width: 900px)').matches) side.scrollIntoView({ block: 'nearest' });
     showHistogram(side, version, row, looking.signal, () => {
       looking.abort();
       side.hidden = true;
@@ -71,7 +72,7 @@ export async function showTensors(root, version, signal) {
       const known = found.share !== null && found.share !== undefined;
       note.textContent = sharingNote(found.sharing) || (known ? `${percent(found.share)} of its bytes in common with other versions` : '');
       replace(foot, found.total > SIZE && pager(found, SIZE, (offset) => change({ offset })));
-      if (found.sharing.supported && (!found.sharing.complete || !known)) timer = setTimeout(load, AGAIN);
+      if (found.sharing.supported && (!found.sharing.complete || !known) && !found.sharing.problem) timer = setTimeout(load, AGAIN);
     } catch (error) {
       if (error.name !== 'AbortError') replace(body, failure(error, load));
     }
@@ -81,11 +82,12 @@ export async function showTensors(root, version, signal) {
 
 function table(found, look) {
   return h('table', { class: 'tensors' },
-    h('thead', null, h('tr', null, [['Tensor', 'wide'], ['dtype', ''], ['Shape', ''], ['Size', 'num'], ['In other versions', 'num']].map(([label, kind]) => h('th', { class: kind, scope: 'col' }, label)))),
+    h('thead', null, h('tr', null, [['Tensor', 'wide'], ['dtype', 'low'], ['Shape', 'low'], ['Size', 'num'], ['In other versions', 'num']].map(([label, kind]) => h('th', { class: kind, scope: 'col' }, label)))),
     h('tbody', null, found.rows.map((row) => h('tr', null,
-      h('td', { class: 'wide' }, h('button', { type: 'button', class: 'link mono', 'data-row': true, 'data-at': row.at, title: row.name, onclick: () => look(row) }, name(row.name)), row.tied !== null && h('span', { class: 'badge', title: `the same tensor as ${row.tied}`, text: 'tied' })),
-      h('td', { class: 'mono dim', text: row.dtype }),
-      h('td', { class: 'mono nowrap', text: shape(row.shape) }),
+      h('td', { class: 'wide' }, h('button', { type: 'button', class: 'link mono', 'data-row': true, 'data-at': row.at, title: row.name, onclick: () => look(row) }, name(row.name)), row.tied !== null && h('span', { class: 'badge', title: `the same tensor as ${row.tied}`, text: 'tied' }),
+        h('div', { class: 'brief mono dim small', 'aria-hidden': 'true', text: `${row.dtype} ${shape(row.shape)}` })),
+      h('td', { class: 'mono dim low', text: row.dtype }),
+      h('td', { class: 'mono nowrap low', text: shape(row.shape) }),
       h('td', { class: 'num nowrap' }, h('span', { class: 'meter', vars: { '--part': found.largest ? row.bytes / found.largest : 0 } }, h('span', { text: bytes(row.bytes) }))),
       h('td', { class: `num${row.others ? '' : ' muted'}`, text: others(row, found.sharing) })))));
 }

@@ -2,7 +2,7 @@
 
 import { get } from './api.js';
 import { removeTag, showRemove, showTag } from './changes.js';
-import { h, replace } from './dom.js';
+import { h, notice, replace, s } from './dom.js';
 import { bytes, count, number } from './format.js';
 import { showLineage } from './lineage.js';
 import { reference, tags, when } from './parts.js';
@@ -56,11 +56,23 @@ function header(version, again) {
   const parent = version.parent && version.parent.removed === null && version.parent;
   return h('div', { class: 'head' },
     h('div', { class: 'title' },
-      h('h1', null, h('a', { class: 'name', href: listAddress({ filter: `name:${version.name}` }), title: `All versions of ${version.name}`, text: version.name }), h('span', { class: 'at', text: '@' }), h('span', { class: 'number', text: version.version })),
+      h('h1', null, h('a', { class: 'name', href: listAddress({ filter: `name:${version.name}` }), title: `All versions of ${version.name}`, text: version.name }), h('span', { class: 'at', text: '@' }), h('span', { class: 'number', text: version.version }), copy(version.ref)),
       h('div', { class: 'tags' }, tags(version, session.unlocked && ((tag) => removeTag(version, tag, again))))),
     h('div', { class: 'actions' },
       parent && h('a', { class: 'button', href: compareAddress(parent.ref, version.ref), 'data-key': 'c', title: `Compare with ${parent.ref} (c)` }, 'Compare with parent'),
       changes));
+}
+
+function copy(ref) {
+  return h('button', { type: 'button', class: 'quiet copy', title: `Copy ${ref}`, 'aria-label': 'Copy the name', onclick: async () => {
+    try {
+      await navigator.clipboard.writeText(ref);
+      notice(`Copied ${ref}`);
+    } catch {
+      notice('The browser does not let this page copy.', 'bad');
+    }
+  } }, s('svg', { viewBox: '0 0 16 16', width: 15, height: 15, 'aria-hidden': 'true' },
+    s('rect', { x: 5.5, y: 5.5, width: 8, height: 8, rx: 1.5 }), s('path', { d: 'M10.5 3.5v-.5a1 1 0 0 0-1-1h-6.5a1 1 0 0 0-1 1v6.5a1 1 0 0 0 1 1h.5' })));
 }
 
 function facts(version) {
