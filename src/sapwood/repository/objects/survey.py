@@ -50,15 +50,23 @@ class Survey:
                 break
             spot = after
         known = self.spots.get(row.digest)
-        # The oldest stays, of those that are there: all gc runs choose the same.
-        if known is None or (spot[0] not in self.packs, spot) < (known[0] not in self.packs, known):
+        # The newest stays, of those that are there: so does what gc has just written anew.
+        if known is None or self._better(spot, known):
             self.spots[row.digest] = spot
         self.sizes[row.digest] = row.nbytes
+
+    def _better(self, one: Spot, other: Spot) -> bool:
+        return (one[0] in self.packs, _age(one)) > (other[0] in self.packs, _age(other))
 
     def count(self) -> None:
         """Once all versions were added."""
         for digest, (pack, _) in self.spots.items():
             self.live[pack] += self.sizes[digest]
+
+
+def _age(spot: Spot) -> tuple[str, int]:
+    """Keys of packs end with what sorts them by time."""
+    return spot[0].rpartition("/")[2], spot[1]
 
 
 class Surveyor:

@@ -102,9 +102,12 @@ class Sweep:
                 with suppress(NotFound):
                     spots |= self._write_anew(first, pack, key)
             gone = self._superseded(first, spots)
-            for pack in gone:
-                table = {digest: spots[digest] for digest in first.through[pack]}
-                self._keeper.put(moved_key(pack), [encode_moved(pack, table)], replace=True)
+            # Those of packs that went before are brought up to date, so that no reader has to
+            # follow more than one or two.
+            for pack in [*gone, *(pack for pack in first.moved if pack not in first.packs)]:
+                table = {d: spots[d] for d in first.through.get(pack, ())}
+                if table and table != first.moved.get(pack):
+                    self._keeper.put(moved_key(pack), [encode_moved(pack, table)], replace=True)
             dead = [pack for pack in first.packs if self._is_dead(first, pack, now)]
             removed, last = self._remove([*gone, *dead], first, now)
         self._clear(heads, last, removed, now)
