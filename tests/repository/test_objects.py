@@ -23,6 +23,7 @@ from sapwood.errors import (
 )
 from sapwood.repository.base import BlobPart
 from sapwood.repository.names import parse
+from sapwood.repository.objects import saving
 from sapwood.repository.objects.backend import ObjectBackend
 from sapwood.repository.objects.blobs import decode_moved, encode_moved
 from sapwood.repository.objects.head import BlobRow, Head, decode_layers, encode_layers
@@ -337,6 +338,23 @@ def test_a_saver_that_shares_between_the_looks_of_gc_keeps_its_pack(
     assert saved
     assert len(keys(backend, "packs")) == 1, "it was shared"
     assert read_all(again(backend), "b@1") == {"t": data}
+
+
+def test_where_machines_see_each_other_late_gc_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that shared a pack in the moment before is found by its lease, which stays."""
+    monkeypatch.setattr(saving, "LATE", 0.01)
+    with opened(FolderKeeper(tmp_path, filesystem="nfs4")) as backend:
+        save(backend, "a@1", {"t": content(1, 1000)})
+        save(backend, "b@1", {"t": content(1, 1000), "own": content(2, 1000)})
+        assert len(keys(backend, "leases")) == 1
+        backend.remove(parse("a@1"))
+        backend.remove(parse("b@1"))
+        said: list[str] = []
+        assert backend.gc(quiet=0.0, said=said.append).packs == 1, "the one that nobody shared"
+        assert any("every machine" in line for line in said)
+        assert len(keys(backend, "packs")) == 1
 
 
 def test_gc_of_a_damaged_repository_removes_nothing(backend: ObjectBackend) -> None:

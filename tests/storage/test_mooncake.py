@@ -138,7 +138,7 @@ def test_nobody_listens() -> None:
 
 
 def test_the_memory_is_full_and_goes(moon: mooncake.Cluster, tmp_path: Path) -> None:
-    """What does not fit is refused; what a client held is gone with it, and whoever asks is told."""
+    """What does not fit is refused; what a client held is gone with it, which is said."""
     with (
         mooncake.serve(tmp_path / "other", 2**26) as cluster,
         MooncakeKeeper(cluster.place("x"), timeout=5.0) as keeper,

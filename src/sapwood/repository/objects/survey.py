@@ -87,7 +87,7 @@ class Surveyor:
         moved = dict(side_by_side(self._table, [e.key for e in self._keeper.list(MOVED)]))
         moved.pop("", None)
         self._journal.sync_all()
-        ever = {saved.pack for saved in self._view.saved.values() if saved.pack is not None}
+        ever = {saved.pack for saved in list(self._view.saved.values()) if saved.pack is not None}
         ever |= {pack for spots in moved.values() for pack, _ in spots.values()}
         found = Survey(packs=packs, moved=moved, ever=ever)
         live = self._view.live()
