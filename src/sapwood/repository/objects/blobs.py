@@ -21,7 +21,8 @@ from sapwood.storage import Keeper, Wanted
 __all__ = ["Blob", "Blobs", "Spot", "decode_moved", "encode_moved"]
 
 _KIND = b"MV"
-_TRIES = 4
+_TRIES = 100
+"""A bound for moves that lead in circles, which none does."""
 Spot = tuple[str, int]
 """A pack, and where in it."""
 
@@ -114,14 +115,14 @@ class Blobs:
             NotFound: the bytes of a blob are nowhere; its number is ``args[1]``.
             Damaged: they are there, and are not what was written.
         """
-        for attempt in range(_TRIES):
+        for left in range(_TRIES, -1, -1):
             wanted = [self._wanted(part) for part in parts]
             try:
                 keeper.read(wanted)
             except NotFound:
-                if attempt == _TRIES - 1:
+                # As long as it finds out more, it goes on: what was moved may be moved again.
+                if not self._look_again(keeper, {one.key for one in wanted}) or not left:
                     raise
-                self._look_again(keeper, {one.key for one in wanted})
             except Truncated as error:
                 raise Damaged(f"{self._cut(keeper, parts)}: {error}") from error
             else:
@@ -141,12 +142,16 @@ class Blobs:
         pack, start = blob.spots[0]
         return Wanted(pack, start + part.start, part.out)
 
-    def _look_again(self, keeper: Keeper, packs: Iterable[str]) -> None:
+    def _look_again(self, keeper: Keeper, packs: Iterable[str]) -> bool:
+        """Take over where packs that are gone have been moved; whether there are any."""
+        gone = []
         for pack in packs:
             try:
                 keeper.size(pack)
             except NotFound:
+                gone.append(pack)
                 self.take_moved(keeper, pack)
+        return bool(gone)
 
     def take_moved(self, keeper: Keeper, pack: str) -> None:
         """A pack is gone: take over where its tensors are now."""

@@ -23,7 +23,7 @@ from sapwood.repository.objects.layout import (
     framed_json,
     log_folder,
     log_key,
-    name_of_folder,
+    name_of_event,
     new_token,
     parse_json,
 )
@@ -69,13 +69,13 @@ class Journal:
         """
         last = self._last.get(name)
         if last is None:
-            self._take(name, [entry.key for entry in self._keeper.list(log_folder(name))])
+            self._take(name, self._keys(name))
         else:
             key = log_key(name, last + 1)
             with suppress(NotFound):
                 self._apply(name, last + 1, self._keeper.get(key, limit=LARGEST))
                 # Whoever has written one event has often written more.
-                self._take(name, [entry.key for entry in self._keeper.list(log_folder(name))])
+                self._take(name, self._keys(name))
         return self._last[name]
 
     def sync_all(self) -> None:
@@ -87,10 +87,14 @@ class Journal:
         """The keys of all events in order, by model."""
         found: dict[str, list[str]] = {}
         for entry in self._keeper.list(LOG):
-            parts = entry.key.split("/")
-            if len(parts) == 3:
-                found.setdefault(name_of_folder(parts[1]), []).append(entry.key)
+            name = name_of_event(entry.key)
+            if name is not None:
+                found.setdefault(name, []).append(entry.key)
         return found
+
+    def _keys(self, name: str) -> list[str]:
+        found = self._keeper.list(log_folder(name))
+        return [entry.key for entry in found if name_of_event(entry.key) == name]
 
     def take(self, name: str, keys: list[str]) -> None:
         """Take over the events of a model, given all their keys."""

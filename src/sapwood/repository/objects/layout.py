@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import struct
 import time
@@ -42,7 +43,7 @@ __all__ = [
     "log_folder",
     "log_key",
     "moved_key",
-    "name_of_folder",
+    "name_of_event",
     "new_token",
     "parse_json",
     "sharded",
@@ -59,6 +60,7 @@ LARGEST = 2**30
 _MAGIC = b"SWOBJ1"
 _HEAD = struct.Struct("<6s2sQ")  # magic, kind, bytes of the body
 _SUM = 16
+_EVENT = re.compile(rf"{LOG}/([^/]+)/[0-9]{{10}}")
 
 
 def log_folder(name: str) -> str:
@@ -66,9 +68,10 @@ def log_folder(name: str) -> str:
     return f"{LOG}/{name.replace('/', '@')}"
 
 
-def name_of_folder(part: str) -> str:
-    """The reverse, for the last part of such a folder."""
-    return part.replace("@", "/")
+def name_of_event(key: str) -> str | None:
+    """The model that an event belongs to; None for an object that is none."""
+    found = _EVENT.fullmatch(key)
+    return None if found is None else found[1].replace("@", "/")
 
 
 def log_key(name: str, number: int) -> str:

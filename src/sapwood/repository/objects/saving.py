@@ -33,10 +33,24 @@ from sapwood.repository.objects.layout import (
 from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.storage import Durability, Keeper
 
-__all__ = ["LEASE_KIND", "Plan", "Source", "Written", "forget", "leased", "plan", "usable", "write"]
+__all__ = [
+    "LEASE_KIND",
+    "Plan",
+    "Source",
+    "Written",
+    "forget",
+    "lateness",
+    "leased",
+    "plan",
+    "usable",
+    "write",
+]
 
 log = logging.getLogger(__name__)
 LEASE_KIND = b"LS"
+LATE = 150.0
+"""Seconds after which every machine sees what another one has put or removed on a network file
+system: twice what NFS keeps of a folder at most, and some more."""
 _MUCH = 8 * 2**20
 """From so many bytes on, they are hashed by several threads."""
 
@@ -76,9 +90,16 @@ def leased(keeper: Keeper, packs: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        # One that stays keeps its packs for an hour, no more.
-        with suppress(StorageError):
-            keeper.remove([key])
+        # One that stays keeps its packs for an hour, no more. Where machines see each other's
+        # folders late, a gc could miss the save if it saw the lease go before.
+        if not lateness(keeper):
+            with suppress(StorageError):
+                keeper.remove([key])
+
+
+def lateness(keeper: Keeper) -> float:
+    """Seconds by which lists and looks may be behind what other machines have done."""
+    return LATE if getattr(keeper, "on_network", False) else 0.0
 
 
 def usable(keeper: Keeper, packs: Sequence[str]) -> set[str]:

@@ -50,15 +50,23 @@ class Survey:
                 break
             spot = after
         known = self.spots.get(row.digest)
-        # The oldest stays, of those that are there: all gc runs choose the same.
-        if known is None or (spot[0] not in self.packs, spot) < (known[0] not in self.packs, known):
+        # The newest stays, of those that are there: so does what gc has just written anew.
+        if known is None or self._better(spot, known):
             self.spots[row.digest] = spot
         self.sizes[row.digest] = row.nbytes
+
+    def _better(self, one: Spot, other: Spot) -> bool:
+        return (one[0] in self.packs, _age(one)) > (other[0] in self.packs, _age(other))
 
     def count(self) -> None:
         """Once all versions were added."""
         for digest, (pack, _) in self.spots.items():
             self.live[pack] += self.sizes[digest]
+
+
+def _age(spot: Spot) -> tuple[str, int]:
+    """Keys of packs end with what sorts them by time."""
+    return spot[0].rpartition("/")[2], spot[1]
 
 
 class Surveyor:
@@ -79,7 +87,7 @@ class Surveyor:
         moved = dict(side_by_side(self._table, [e.key for e in self._keeper.list(MOVED)]))
         moved.pop("", None)
         self._journal.sync_all()
-        ever = {saved.pack for saved in self._view.saved.values() if saved.pack is not None}
+        ever = {saved.pack for saved in list(self._view.saved.values()) if saved.pack is not None}
         ever |= {pack for spots in moved.values() for pack, _ in spots.values()}
         found = Survey(packs=packs, moved=moved, ever=ever)
         live = self._view.live()

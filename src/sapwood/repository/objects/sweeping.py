@@ -33,7 +33,7 @@ from sapwood.repository.objects.layout import (
     new_token,
     parse_json,
 )
-from sapwood.repository.objects.saving import LEASE_KIND, leased
+from sapwood.repository.objects.saving import LEASE_KIND, lateness, leased
 from sapwood.repository.objects.survey import Survey, Surveyor
 from sapwood.repository.objects.view import View
 from sapwood.repository.packs import lay_out, new_key, pieces
@@ -68,7 +68,6 @@ class Sweep:
         self._surveyor = Surveyor(keeper, journal, view)
         self._quiet, self._said = quiet, said
         self._token = new_token()
-        self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._written = 0
 
     def run(self) -> Swept:
@@ -102,9 +101,12 @@ class Sweep:
                 with suppress(NotFound):
                     spots |= self._write_anew(first, pack, key)
             gone = self._superseded(first, spots)
-            for pack in gone:
-                table = {digest: spots[digest] for digest in first.through[pack]}
-                self._keeper.put(moved_key(pack), [encode_moved(pack, table)], replace=True)
+            # Those of packs that went before are brought up to date, so that no reader has to
+            # follow more than one or two.
+            for pack in [*gone, *(pack for pack in first.moved if pack not in first.packs)]:
+                table = {d: spots[d] for d in first.through.get(pack, ())}
+                if table and table != first.moved.get(pack):
+                    self._keeper.put(moved_key(pack), [encode_moved(pack, table)], replace=True)
             dead = [pack for pack in first.packs if self._is_dead(first, pack, now)]
             removed, last = self._remove([*gone, *dead], first, now)
         self._clear(heads, last, removed, now)
@@ -165,11 +167,14 @@ class Sweep:
         """Steps 2 to 4; what was removed, and the last look."""
         signs = [condemned_key(pack, self._token) for pack in packs]
         try:
+            began = time.clock_gettime(time.CLOCK_BOOTTIME)
             side_by_side(lambda key: self._keeper.put(key, [b""]), signs)
+            self._settle(signs)
             kept = self._leased(now)
             last = self._surveyor.look()
             going = [pack for pack in packs if pack not in kept and self._may_go(pack, first, last)]
-            if time.clock_gettime(time.CLOCK_BOOTTIME) - self._began > _SOON:
+            # Suspended machines count as well: a sign that is old counts for nothing elsewhere.
+            if time.clock_gettime(time.CLOCK_BOOTTIME) - began > _SOON:
                 log.warning("gc took more than %g s and removes nothing; begin again", _SOON)
                 going = []
             self._said(f"removing {len(going)} packs")
@@ -178,6 +183,13 @@ class Sweep:
             with suppress(StorageError):
                 self._keeper.remove(signs)
         return going, last
+
+    def _settle(self, signs: list[str]) -> None:
+        """Wait until every machine sees the signs, and this one the leases put before that."""
+        seconds = lateness(self._keeper)
+        if signs and seconds:
+            self._said(f"waiting {seconds:g} s until every machine sees what goes")
+            time.sleep(seconds)
 
     @staticmethod
     def _may_go(pack: str, first: Survey, last: Survey) -> bool:
@@ -212,7 +224,7 @@ class Sweep:
         """Remove the heads of what was removed, and what the dead have left."""
         live, ever = set[str](), set[str]()
         alive = set(self._view.live())
-        for id, saved in self._view.saved.items():
+        for id, saved in list(self._view.saved.items()):
             keys = {key for key in (saved.head, saved.layers) if key is not None}
             ever |= keys
             if id in alive:

@@ -30,7 +30,7 @@ _SIZES = (1000, 70_000, 200_000)
 
 
 def check_racing_savers(
-    opener: Opener, *, savers: int = 3, rounds: int = 4, timeout: float = 100.0
+    opener: Opener, *, savers: int = 3, rounds: int = 3, timeout: float = 100.0
 ) -> None:
     """Of processes that save one version in the same moment one wins, and its bytes are there."""
     outcomes = ranks.spawn(_race, savers, opener, rounds, timeout=timeout)
@@ -72,7 +72,7 @@ def _meet(backend: Backend, name: str, me: int) -> None:
 
 
 def check_killed_savers(
-    opener: Opener, *, kills: int = 4, seed: int = 1, timeout: float = 60.0
+    opener: Opener, *, kills: int = 3, seed: int = 1, timeout: float = 60.0
 ) -> None:
     """Whatever moment a saver is killed at, what it was told it saved is there, and all is whole.
 
@@ -138,7 +138,7 @@ def _save_forever(opener: Opener, said: str, turn: int) -> None:
 
 
 def check_gc_beside_others(
-    opener: Opener, *, seconds: float = 3.0, seed: int = 1, timeout: float = 60.0
+    opener: Opener, *, seconds: float = 2.0, seed: int = 1, timeout: float = 60.0
 ) -> None:
     """Writers, a reader and two gc at once: a read gives what was saved, or says that it is gone.
 

@@ -1,0 +1,542 @@
+"""The back end that is objects alone: what the shipped suite does not see of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sapwood.errors import (
+    ConfigError,
+    Damaged,
+    ModelExists,
+    ModelNotFound,
+    NotFound,
+    StoreError,
+    Unreachable,
+)
+from sapwood.repository.base import BlobPart
+from sapwood.repository.names import parse
+from sapwood.repository.objects import saving
+from sapwood.repository.objects.backend import ObjectBackend
+from sapwood.repository.objects.blobs import decode_moved, encode_moved
+from sapwood.repository.objects.head import BlobRow, Head, decode_layers, encode_layers
+from sapwood.repository.objects.layout import MARKER, condemned_key, framed_json
+from sapwood.repository.objects.opening import open_objects
+from sapwood.repository.objects.saving import LEASE_KIND, leased
+from sapwood.storage import Durability, Keeper, open_keeper
+from sapwood.storage.folder import FolderKeeper
+from sapwood.storage.memory import MemoryKeeper
+from sapwood.testing import seaweed
+from sapwood.testing.repository.common import (
+    content,
+    gc,
+    new_model,
+    problems_of,
+    read_all,
+    references,
+    save,
+)
+
+
+@contextmanager
+def opened(keeper: Keeper) -> Iterator[ObjectBackend]:
+    backend = open_objects(keeper, "here", create=True)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+@pytest.fixture
+def backend() -> Iterator[ObjectBackend]:
+    with opened(MemoryKeeper()) as one:
+        yield one
+
+
+def again(backend: ObjectBackend) -> ObjectBackend:
+    """The same place, by somebody who remembers nothing; not to be closed."""
+    return ObjectBackend("here", backend.keeper)
+
+
+def keys(backend: ObjectBackend, folder: str) -> list[str]:
+    return [entry.key for entry in backend.keeper.list(folder)]
+
+
+def change(backend: ObjectBackend, key: str, data: bytes) -> None:
+    backend.keeper.put(key, [data], replace=True)
+
+
+# -- requests --------------------------------------------------------------------------------
+
+
+class Counted:
+    """What a keeper in a bucket is asked for."""
+
+    def __init__(self, backend: ObjectBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: list[str] = []
+        self.nbytes = 0
+        objects: Any = backend.keeper.objects  # type: ignore[attr-defined]
+        do, part = objects._do, objects._range
+
+        def counted(op: str, name: str, request: Any) -> Any:
+            if op != "read":
+                self.requests.append(op)
+            return do(op, name, request)
+
+        def counted_range(name: str, start: int, nbytes: int) -> Any:
+            self.requests.append("range")
+            self.nbytes += nbytes
+            return part(name, start, nbytes)
+
+        monkeypatch.setattr(objects, "_do", counted)
+        monkeypatch.setattr(objects, "_range", counted_range)
+
+
+def test_a_partial_load_is_one_request_for_its_bytes(
+    weed: seaweed.Server, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = {f"layer{n:02d}": content(n, 10_000 + n) for n in range(40)}
+    with opened(open_keeper(place, **weed.access)) as backend:
+        save(backend, "a@1", layers)
+        reader = again(backend)
+        counted = Counted(backend, monkeypatch)
+        _, manifest = reader.manifest(parse("a@1"))
+        assert counted.requests == ["list", "get", "get"], "the log, its event, the head"
+        del counted.requests[:]
+        names = list(layers)[10:20]
+        rows = [manifest.row(manifest.by_name[name]) for name in names]
+        parts = [BlobPart(row.blob, 0, memoryview(bytearray(row.nbytes))) for row in rows]
+        reader.read(parts)
+        wanted = sum(row.nbytes for row in rows)
+        assert counted.requests == ["range"]
+        assert wanted <= counted.nbytes <= 1.1 * wanted
+        assert [bytes(part.out) for part in parts] == [layers[name] for name in names]
+        del counted.requests[:]
+        reader.manifest(parse("a@1"))
+        assert counted.requests == ["get", "get"], "is there another event, and the head"
+        with pytest.raises(ModelNotFound):
+            reader.find(parse("a@2"))
+
+
+def test_a_save_takes_few_requests(
+    weed: seaweed.Server, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(open_keeper(place, **weed.access)) as backend:
+        save(backend, "a@1", {"t": content(1, 1000)})
+        counted = Counted(backend, monkeypatch)
+        backend.save(new_model("a@2", {"t": b"2"}), [memoryview(b"2")], {}, Durability.REPLICATED)
+        assert counted.requests == ["create", "create", "get", "create"]
+        del counted.requests[:]
+        data = content(1, 1000)
+        backend.save(new_model("a@3", {"t": data}), [memoryview(data)], {}, Durability.WRITTEN)
+        assert len(counted.requests) <= 7
+        assert counted.requests.count("create") == 3, "a lease, a head, an event, and no pack"
+
+
+def test_distant_tensors_are_not_read_over(
+    weed: seaweed.Server, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"t{n}": content(n, 300_000) for n in range(9)}
+    with opened(open_keeper(place, **weed.access)) as backend:
+        save(backend, "a@1", tensors)
+        counted = Counted(backend, monkeypatch)
+        _, manifest = backend.manifest(parse("a"))
+        blobs = [manifest.blobs[n] for n in (0, 4, 8)]
+        backend.read([BlobPart(blob, 0, memoryview(bytearray(300_000))) for blob in blobs])
+        assert counted.nbytes <= 1.1 * 900_000
+        assert counted.requests.count("range") == 3
+
+
+# -- who wins, and what is lost --------------------------------------------------------------
+
+
+def test_an_answer_that_got_lost_is_found_out(
+    backend: ObjectBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = backend.keeper.put
+
+    def lossy(key: str, *args: Any, **options: Any) -> None:
+        real(key, *args, **options)
+        if key.startswith("log/"):
+            raise Unreachable("no answer")
+
+    monkeypatch.setattr(backend.keeper, "put", lossy)
+    assert save(backend, "a@1", {"t": b"1"}).version == "1"
+    assert backend.tag(parse("a@1"), "best").tags == ("best",)
+    backend.untag("a", "best")
+    monkeypatch.undo()
+    assert references(again(backend)) == ["a@1"]
+    assert backend.find(parse("a@1")).tags == ()
+
+
+def test_a_save_that_got_no_answer_keeps_its_bytes(
+    backend: ObjectBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows whether it has happened; so nothing of it may be removed but by gc."""
+    real = backend.keeper.put
+
+    def silent(key: str, *args: Any, **options: Any) -> None:
+        if key.startswith("log/"):
+            raise Unreachable("no answer")
+        real(key, *args, **options)
+
+    monkeypatch.setattr(backend.keeper, "put", silent)
+    with pytest.raises(Unreachable):
+        save(backend, "a@1", {"t": b"1"})
+    monkeypatch.undo()
+    assert len(keys(backend, "packs")) == len(keys(backend, "heads")) == 1
+    assert gc(backend, quiet=60.0).packs == 0
+    assert gc(backend).packs == 1
+    assert keys(backend, "heads") == []
+
+
+def test_another_writer_comes_first_and_the_number_is_the_next(
+    backend: ObjectBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = again(backend)
+    save(backend, "a", {"t": b"1"})
+    real, raced = backend.keeper.put, []
+
+    def second(key: str, *args: Any, **options: Any) -> None:
+        if key.startswith("log/") and not raced:
+            raced.append(key)
+            save(other, "a", {"t": b"2"}, tags=["best"])
+        real(key, *args, **options)
+
+    monkeypatch.setattr(backend.keeper, "put", second)
+    assert save(backend, "a", {"t": b"3"}).version == "3"
+    raced.clear()
+    monkeypatch.setattr(
+        backend.keeper,
+        "put",
+        lambda key, *a, **o: (
+            (raced.append(key), save(other, "a@x", {"t": b"x"}))
+            if key.startswith("log/") and not raced
+            else None,
+            real(key, *a, **o),
+        ),
+    )
+    with pytest.raises(ModelExists):
+        save(backend, "a@x", {"t": b"y"})
+    monkeypatch.undo()
+    assert read_all(backend, "a@x") == {"t": b"x"}
+    assert gc(backend).packs == 0, "the bytes of the save that lost are gone at once"
+
+
+# -- gc beside others --------------------------------------------------------------------------
+
+
+def test_what_was_moved_often_is_found(backend: ObjectBackend) -> None:
+    """A version hints at where its tensors lay when it was saved, however often they move."""
+    frozen = content(0, 1000)
+    save(backend, "old@1", {"frozen": frozen, "own": content(1, 50_000)})
+    first = keys(backend, "packs")
+    save(backend, "keeper@0", {"frozen": frozen})
+    reader = again(backend)
+    assert read_all(reader, "keeper@0") == {"frozen": frozen}
+    backend.remove(parse("old@1"))
+    for turn in range(1, 7):
+        before = keys(backend, "packs")
+        gc(backend)
+        assert len(keys(backend, "packs")) == 1
+        assert keys(backend, "packs") != before
+        # The pack that holds it now gets a neighbour, which goes again.
+        (pack,) = keys(backend, "packs")
+        data = backend.keeper.get(pack)
+        backend.keeper.put(pack, [data, bytes(5000)], replace=True)
+        assert gc(again(backend)).live == 1000, turn
+        (pack,) = keys(backend, "packs")
+        backend.keeper.put(pack, [backend.keeper.get(pack), bytes(5000)], replace=True)
+    assert read_all(reader, "keeper@0") == {"frozen": frozen}
+    counted: list[str] = []
+    fresh = again(backend)
+    real = backend.keeper.read
+
+    def noted(wanted: Any) -> None:
+        counted.append(wanted[0].key)
+        real(wanted)
+
+    backend.keeper.read = noted  # type: ignore[method-assign]
+    assert read_all(fresh, "keeper@0") == {"frozen": frozen}
+    assert len(counted) == 2, "the hint, and where it is"
+    assert counted[0] == first[0]
+    assert problems_of(fresh) == []
+    assert len(keys(backend, "moved")) == 1
+
+
+def test_a_leased_pack_stays(backend: ObjectBackend) -> None:
+    save(backend, "a@1", {"t": content(1, 1000)})
+    (pack,) = keys(backend, "packs")
+    with leased(backend.keeper, [pack]):
+        backend.remove(parse("a@1"))
+        assert gc(backend).packs == 0
+        assert keys(backend, "packs") == [pack]
+    assert keys(backend, "leases") == []
+    assert gc(backend).packs == 1
+
+
+def test_the_lease_of_a_dead_saver_ends(backend: ObjectBackend) -> None:
+    save(backend, "a@1", {"t": content(1, 1000)})
+    (pack,) = keys(backend, "packs")
+    change(backend, "leases/dead", framed_json(LEASE_KIND, {"packs": [pack]}))
+    backend.remove(parse("a@1"))
+    assert gc(backend).packs == 0
+    objects: Any = backend.keeper._objects  # type: ignore[attr-defined]
+    old = objects["leases/dead"]
+    objects["leases/dead"] = type(old)(old.nbytes, old.rests, old.changed - 3700)
+    assert gc(backend).packs == 1
+    assert keys(backend, "leases") == []
+
+
+def test_a_condemned_pack_is_not_shared(backend: ObjectBackend) -> None:
+    data = content(1, 1000)
+    save(backend, "a@1", {"t": data})
+    (pack,) = keys(backend, "packs")
+    change(backend, condemned_key(pack, "of-a-running-gc"), b"")
+    save(backend, "a@2", {"t": data}, parent="a@1")
+    assert len(keys(backend, "packs")) == 2
+    backend.keeper.remove([pack])
+    assert read_all(again(backend), "a@2") == {"t": data}
+
+
+def test_a_pack_that_was_removed_meanwhile_is_not_shared(backend: ObjectBackend) -> None:
+    data = content(1, 1000)
+    other = again(backend)
+    save(backend, "a@1", {"t": data})
+    other.remove(parse("a@1"))
+    gc(other)
+    assert keys(backend, "packs") == []
+    save(backend, "a@2", {"t": data})
+    assert read_all(again(backend), "a@2") == {"t": data}
+
+
+def test_a_saver_that_shares_between_the_looks_of_gc_keeps_its_pack(
+    backend: ObjectBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, other = content(1, 1000), again(backend)
+    save(backend, "a@1", {"t": data})
+    read_all(other, "a@1")
+    backend.remove(parse("a@1"))
+    real, saved = backend.keeper.put, []
+
+    def first(key: str, *args: Any, **options: Any) -> None:
+        if key.startswith("condemned/") and not saved:
+            saved.append(key)
+            save(other, "b@1", {"t": data})
+        real(key, *args, **options)
+
+    monkeypatch.setattr(backend.keeper, "put", first)
+    gc(backend)
+    monkeypatch.undo()
+    assert saved
+    assert len(keys(backend, "packs")) == 1, "it was shared"
+    assert read_all(again(backend), "b@1") == {"t": data}
+
+
+def test_where_machines_see_each_other_late_gc_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that shared a pack in the moment before is found by its lease, which stays."""
+    monkeypatch.setattr(saving, "LATE", 0.01)
+    with opened(FolderKeeper(tmp_path, filesystem="nfs4")) as backend:
+        save(backend, "a@1", {"t": content(1, 1000)})
+        save(backend, "b@1", {"t": content(1, 1000), "own": content(2, 1000)})
+        assert len(keys(backend, "leases")) == 1
+        backend.remove(parse("a@1"))
+        backend.remove(parse("b@1"))
+        said: list[str] = []
+        assert backend.gc(quiet=0.0, said=said.append).packs == 1, "the one that nobody shared"
+        assert any("every machine" in line for line in said)
+        assert len(keys(backend, "packs")) == 1
+
+
+def test_gc_of_a_damaged_repository_removes_nothing(backend: ObjectBackend) -> None:
+    save(backend, "a@1", {"t": content(1, 1000)})
+    save(backend, "b@1", {"t": content(2, 1000)})
+    backend.remove(parse("a@1"))
+    (*_, head) = keys(backend, "heads")
+    live = backend.view.saved[backend.find(parse("b@1")).id].head
+    assert head
+    change(backend, live, backend.keeper.get(live)[:-5])
+    with pytest.raises(Damaged, match="truncated"):
+        gc(backend)
+    assert len(keys(backend, "packs")) == 2
+    assert keys(backend, "gc") == []
+
+
+# -- damage ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip"])
+def test_a_damaged_event_is_named(backend: ObjectBackend, harm: str) -> None:
+    save(backend, "a@1", {"t": b"1"})
+    save(backend, "b@1", {"t": b"2"})
+    data = bytearray(backend.keeper.get("log/a/0000000001"))
+    data[len(data) // 2] ^= 1
+    change(backend, "log/a/0000000001", bytes(data[:-1] if harm == "cut" else data))
+    reader = again(backend)
+    with pytest.raises(Damaged, match="log/a/0000000001"):
+        reader.find(parse("a"))
+    assert read_all(reader, "b@1") == {"t": b"2"}
+    assert any("log/a/0000000001" in line for line in problems_of(reader))
+
+
+def test_an_event_that_is_missing_is_said(backend: ObjectBackend) -> None:
+    for n in range(3):
+        save(backend, f"a@{n}", {"t": b"1"})
+    backend.keeper.remove(["log/a/0000000002"])
+    with pytest.raises(Damaged, match="log/a/0000000002 is missing"):
+        again(backend).models()
+
+
+def test_a_head_that_is_missing_is_said(backend: ObjectBackend) -> None:
+    save(backend, "a@1", {"t": b"1"})
+    backend.keeper.remove(keys(backend, "heads"))
+    with pytest.raises(Damaged, match=r"a@1: .*its head is missing"):
+        again(backend).manifest(parse("a@1"))
+    assert "a@1" in problems_of(backend)[0]
+    with pytest.raises(NotFound):
+        gc(backend)
+
+
+def test_a_pack_that_is_missing_is_said_with_the_tensor(backend: ObjectBackend) -> None:
+    save(backend, "a@1", {"layer": b"1"})
+    backend.keeper.remove(keys(backend, "packs"))
+    with pytest.raises(Damaged, match="a@1 layer"):
+        read_all(again(backend), "a@1")
+    assert "a@1 layer" in problems_of(backend)[0]
+
+
+def test_changed_bytes_are_found_when_they_are_read(backend: ObjectBackend) -> None:
+    save(backend, "a@1", {"layer": content(1, 1000), "other": content(2, 1000)})
+    (pack,) = keys(backend, "packs")
+    data = bytearray(backend.keeper.get(pack))
+    data[500] ^= 1
+    change(backend, pack, bytes(data))
+    with pytest.raises(Damaged, match=r"a@1 layer: .*checksum"):
+        read_all(backend, "a@1")
+
+
+def test_every_copy_of_a_tensor_is_verified(backend: ObjectBackend) -> None:
+    """Equal tensors in two packs: the damaged one is found, whichever this process prefers."""
+    data, other = content(1, 1000), again(backend)
+    save(backend, "a@1", {"t": data})
+    save(other, "b@1", {"t": data})
+    assert len(keys(backend, "packs")) == 2
+    for pack in keys(backend, "packs"):
+        whole = backend.keeper.get(pack)
+        change(backend, pack, bytes(1000))
+        for reader in (backend, other, again(backend)):
+            assert len(problems_of(reader)) == 1
+        change(backend, pack, whole)
+
+
+@given(st.data())
+def test_no_bytes_make_a_decoder_fail_otherwise(data: st.DataObject) -> None:
+    row = BlobRow("packs/00/x", 0, 5, bytes(32), bytes(16))
+    head = Head(manifest=new_model("a@1", {"t": b"12345"}).with_blobs((0,)).manifest, rows=[row])
+    objects = [
+        (head.encode(), Head.decode),
+        (encode_layers({b"1": 5}), decode_layers),
+        (encode_moved("packs/00/x", {bytes(32): ("packs/00/y", 0)}), decode_moved),
+    ]
+    whole, decode = data.draw(st.sampled_from(objects))
+    decode(whole, "key")
+    at = data.draw(st.integers(0, len(whole) - 1))
+    kind = data.draw(st.sampled_from(["flip", "cut", "noise"]))
+    broken = {
+        "flip": whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :],
+        "cut": whole[:at],
+        "noise": data.draw(st.binary(max_size=200)),
+    }[kind]
+    with pytest.raises(Damaged, match="key"):
+        decode(broken, "key")
+
+
+@given(st.binary(max_size=300))
+def test_a_head_that_lies_about_itself_is_refused(body: bytes) -> None:
+    from sapwood.repository.objects.layout import frame
+
+    with pytest.raises(Damaged):
+        Head.decode(frame(b"HD", body), "key")
+
+
+# -- opening, forks --------------------------------------------------------------------------
+
+
+def test_a_place_that_holds_something_else_is_left_alone() -> None:
+    keeper = MemoryKeeper()
+    keeper.put("mine", [b"1"])
+    with pytest.raises(ConfigError, match="holds something else"):
+        open_objects(keeper, "here", create=True)
+    assert [entry.key for entry in keeper.list()] == ["mine"]
+    with pytest.raises(ConfigError, match="create=True"):
+        open_objects(MemoryKeeper(), "here", create=False)
+
+
+def test_another_format_is_refused() -> None:
+    keeper = MemoryKeeper()
+    keeper.put(MARKER, [framed_json(b"RP", {"format": 2})])
+    with pytest.raises(StoreError, match="newer version"):
+        open_objects(keeper, "here", create=True)
+    keeper.put(MARKER, [b"something"], replace=True)
+    with pytest.raises(Damaged, match=MARKER):
+        open_objects(keeper, "here", create=True)
+
+
+def in_child(work: Any) -> int:
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        except StoreError:
+            os._exit(3)
+        except BaseException:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_fork_reads_and_saves_in_a_folder(tmp_path: Path) -> None:
+    backend = open_objects(
+        FolderKeeper(tmp_path), "here", create=True, reopen=lambda: FolderKeeper(tmp_path)
+    )
+    save(backend, "a@1", {"t": content(1, 1000)})
+    _, manifest = backend.manifest(parse("a@1"))
+
+    def work() -> None:
+        out = bytearray(1000)
+        backend.read([BlobPart(manifest.blobs[0], 0, memoryview(out))])
+        assert bytes(out) == content(1, 1000)
+        save(backend, "a@2", {"t": content(1, 1000)}, parent="a@1")
+        backend.close()
+
+    assert in_child(work) == 0
+    assert references(backend) == ["a@1", "a@2"]
+    assert len(keys(backend, "packs")) == 1
+    backend.close()
+
+
+def test_a_fork_of_what_cannot_be_forked_says_so(backend: ObjectBackend) -> None:
+    save(backend, "a@1", {"t": b"1"})
+    assert in_child(lambda: backend.models()) == 3
+
+
+def test_foreign_objects_in_the_folders_are_passed_over(backend: ObjectBackend) -> None:
+    save(backend, "a@1", {"t": b"1"})
+    strays = ["log/stray", "log/a/b/c", "log/a/note", "heads/note", "moved", "note"]
+    for key in strays:
+        backend.keeper.put(key, [b"1"])
+    assert references(again(backend)) == ["a@1"]
+    assert read_all(again(backend), "a@1") == {"t": b"1"}
+    save(again(backend), "a@2", {"t": b"2"})
+    assert problems_of(again(backend)) == []
+    gc(backend, quiet=60.0)
+    assert set(strays) <= set(keys(backend, ""))
