@@ -5,6 +5,7 @@ from __future__ import annotations
 from cyclopts import App
 
 from sapwood.cli.verbs.store.care import gc, rm, tag, untag, verify
+from sapwood.cli.verbs.store.cooling import cool
 from sapwood.cli.verbs.store.history import diff, log
 from sapwood.cli.verbs.store.listing import ls, show
 from sapwood.cli.verbs.store.moving import get, put
@@ -23,6 +24,7 @@ sapwood store show resnet50                 its tensors, and what it comes from
 sapwood store diff resnet50@1 resnet50@2    which tensors changed, and by how much
 sapwood store get resnet50@best out.safetensors
 sapwood store gc                            give back the room of what was removed
+sapwood store cool --older-than 30d         keep old versions as what changed in them
 ```
 """
 
@@ -32,6 +34,6 @@ def __getattr__(name: str) -> App:
     if name != "store":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     app = App(name="store", help=_ABOUT, help_format="markdown")
-    for verb in (ls, show, log, diff, get, put, tag, untag, rm, gc, verify):
+    for verb in (ls, show, log, diff, get, put, tag, untag, rm, gc, cool, verify):
         app.command(verb)
     return app
