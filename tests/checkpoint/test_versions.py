@@ -361,6 +361,32 @@ def test_a_removed_version_is_not_restored(tmp_path: Path) -> None:
     training.close()
 
 
+def test_cold_checkpoints_are_restored_bit_for_bit(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    states = []
+    with checkpointer(training, tmp_path, every=1, engine="sync", tiers=(store(tmp_path),)) as c:
+        for _ in range(4):
+            training.step()
+            states.append(training.state())
+        c.wait()
+        with sapwood.store.open(tmp_path / "models") as repo:
+            backend: Any = repo._backend
+            # These are the tensors of the model and of the optimizer that have the size for it.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("sapwood.repository.cold.pairs._LEAST", 64)
+                patch.setattr("sapwood.repository.cold.form._WORTH", 1.5)
+                assert repo.cool().tensors > 3 * 12
+            repo.gc(quiet=0.0)
+            assert backend.verify(said=lambda _: None).problems == []
+        for step in (4, 2, 3, 1):
+            c.restore(step)
+            assert same(training.state(), states[step - 1])
+        training.steps(3)
+        c.wait()
+    assert main(["ckpt", "verify", "--place", store(tmp_path)]) == 0
+    training.close()
+
+
 # -- refused ---------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,8 @@ __all__ = ["Catalog", "NewPack", "PackRow", "Place"]
 
 _VARIABLES = 10_000
 """In one statement; SQLite takes three times as many."""
+_PACKED = "COALESCE(stored, nbytes)"
+"""The bytes a blob takes in its pack."""
 _KIN = "SELECT model, COUNT(*), SUM(nbytes) FROM layer WHERE id IN ({}) GROUP BY model"
 
 
@@ -45,6 +47,14 @@ class Place:
     nbytes: int
     mark: bytes | None
     """Fast checksum, once there is one."""
+    stored: int | None = None
+    """Bytes it takes there, if it lies there as what differs from its base."""
+    base: int | None = None
+
+    @property
+    def packed(self) -> int:
+        """Bytes it takes in the pack."""
+        return self.nbytes if self.stored is None else self.stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,11 @@ class Catalog:
     def __init__(self, database: Database) -> None:
         """``database`` stays the caller's to close."""
         self._database = database
+
+    @property
+    def database(self) -> Database:
+        """For those who change the catalog in ways of their own."""
+        return self._database
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -138,7 +153,7 @@ class Catalog:
         wanted = sorted({blob for blob in blobs if blob != NOTHING})
         found: dict[int, Place] = {}
         query = (
-            "SELECT blob.id, pack.key, at.start, at.nbytes, at.mark FROM blob "
+            "SELECT blob.id, pack.key, at.start, at.nbytes, at.mark, at.stored, at.base FROM blob "
             "JOIN blob AS at ON at.id = COALESCE(blob.same_as, blob.id) "
             "JOIN pack ON pack.id = at.pack WHERE blob.id IN (SELECT value FROM json_each(?))"
         )
@@ -301,7 +316,7 @@ class Catalog:
     def blobs_in(self, pack: int) -> list[Place]:
         """The blobs that lie in a pack, in order."""
         query = (
-            "SELECT blob.id, pack.key, start, blob.nbytes, mark FROM blob "
+            "SELECT blob.id, pack.key, start, blob.nbytes, mark, stored, base FROM blob "
             "JOIN pack ON pack.id = blob.pack WHERE pack.id = ? ORDER BY start"
         )
         with self._database.reading() as db:
@@ -310,11 +325,11 @@ class Catalog:
     def blobs(self) -> list[tuple[Place, bytes | None]]:
         """Every run of bytes that is kept, with its digest where there is one, as they lie."""
         query = (
-            "SELECT blob.id, pack.key, start, blob.nbytes, mark, digest FROM blob "
+            "SELECT blob.id, pack.key, start, blob.nbytes, mark, stored, base, digest FROM blob "
             "JOIN pack ON pack.id = blob.pack ORDER BY pack.id, start"
         )
         with self._database.reading() as db:
-            return [(Place(*row[:5]), row[5]) for row in db.execute(query)]
+            return [(Place(*row[:-1]), row[-1]) for row in db.execute(query)]
 
     def miscounted(self, references: Mapping[int, int]) -> list[str]:
         """Where counts are not what they should be, a line each; ``references`` of manifests."""
@@ -323,12 +338,15 @@ class Catalog:
             same = Counter(
                 row[0] for row in db.execute("SELECT same_as FROM blob WHERE same_as IS NOT NULL")
             )
+            query = "SELECT base FROM blob WHERE base IS NOT NULL"
+            bases = Counter(row[0] for row in db.execute(query))
             for blob, refs in db.execute("SELECT id, refs FROM blob").fetchall():
-                expected = references.get(blob, 0) + same[blob]
+                expected = references.get(blob, 0) + same[blob] + bases[blob]
                 if refs != expected:
                     problems.append(f"blob {blob} is counted {refs} times, used {expected} times")
             live = Counter[int]()
-            for pack, nbytes in db.execute("SELECT pack, nbytes FROM blob WHERE pack NOT NULL"):
+            query = f"SELECT pack, {_PACKED} FROM blob WHERE pack NOT NULL"  # noqa: S608
+            for pack, nbytes in db.execute(query):
                 live[pack] += nbytes
             for pack, key, counted in db.execute("SELECT id, key, live FROM pack").fetchall():
                 if counted != live[pack]:
@@ -349,7 +367,10 @@ class Catalog:
             moving = mine & starts.keys()
             if not moving:
                 return False
-            size = "SELECT sum(nbytes) FROM blob WHERE id IN (SELECT value FROM json_each(?))"
+            size = (
+                f"SELECT sum({_PACKED}) FROM blob "  # noqa: S608
+                "WHERE id IN (SELECT value FROM json_each(?))"
+            )
             live = one(db, size, (json.dumps(sorted(moving)),))[0]
             insert = "INSERT INTO pack (key, nbytes, live) VALUES (?, ?, ?)"
             new = db.execute(insert, (key, nbytes, live)).lastrowid
@@ -542,16 +563,17 @@ class Catalog:
 
     def _forget(self, db: sqlite3.Connection, blobs: Sequence[int]) -> None:
         for blob in blobs:
-            row = one(db, "SELECT refs, pack, nbytes, same_as FROM blob WHERE id = ?", (blob,))
-            refs, pack, nbytes, same_as = row
+            query = f"SELECT refs, pack, {_PACKED}, same_as, base FROM blob WHERE id = ?"  # noqa: S608
+            refs, pack, nbytes, same_as, base = one(db, query, (blob,))
             if refs > 0:
                 continue
             db.execute("DELETE FROM blob WHERE id = ?", (blob,))
             if same_as is None:
                 db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))
-            else:
-                db.execute("UPDATE blob SET refs = refs - 1 WHERE id = ?", (same_as,))
-                self._forget(db, [same_as])
+            for other in (same_as, base):
+                if other is not None:
+                    db.execute("UPDATE blob SET refs = refs - 1 WHERE id = ?", (other,))
+                    self._forget(db, [other])
 
 
 def _rows(db: sqlite3.Connection) -> sqlite3.Cursor:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.errors import Damaged, StoreError
-from sapwood.repository.schema import SCHEMA, SCHEMA_VERSION
+from sapwood.repository.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 from sapwood.runtime import faults
 
 __all__ = ["Database"]
@@ -115,12 +115,29 @@ class Database:
                 with suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
                 raise
+        if self._version(connection) in MIGRATIONS:
+            self._migrate(connection)
         found = self._version(connection)
         if found != SCHEMA_VERSION:
             raise StoreError(
                 f"{self._path} is a catalog of version {found}, this Sapwood knows version "
                 f"{SCHEMA_VERSION}: use the version of Sapwood that made it, or a newer one"
             )
+
+    def _migrate(self, connection: sqlite3.Connection) -> None:
+        """Bring the tables of an older version to this one, all at once."""
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            # Asked anew: somebody else may have been quicker.
+            while (found := self._version(connection)) in MIGRATIONS:
+                for statement in MIGRATIONS[found].split(";\n"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version={found + 1}")
+            connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+            raise
 
     @staticmethod
     def _version(connection: sqlite3.Connection) -> int:

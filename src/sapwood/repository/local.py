@@ -14,6 +14,7 @@ import numpy.typing as npt
 from sapwood.errors import CannotMap, Damaged, Gone, NotFound
 from sapwood.repository.base import BlobPart, Kin, ModelRecord, NewModel, fresh
 from sapwood.repository.catalog import Catalog, NewPack, Place
+from sapwood.repository.cold import ColdReader, Cooled, cool
 from sapwood.repository.database import Database
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.merging import Merger
@@ -35,7 +36,7 @@ _BLOCK = 2**20
 class LocalBackend:
     """A folder, or memory.
 
-    Fulfils ``Backend``, ``Mappable``, ``Merging`` and ``Reclaiming``.
+    Fulfils ``Backend``, ``Cooling``, ``Mappable``, ``Merging`` and ``Reclaiming``.
 
     Owns its database, its keeper, and the thread that merges equal tensors.
     """
@@ -47,6 +48,7 @@ class LocalBackend:
         self.database = database
         self.catalog = Catalog(database)
         self._merger = Merger(self.catalog, keeper)
+        self._cold = ColdReader(self.catalog, keeper)
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -133,12 +135,20 @@ class LocalBackend:
         for attempt in range(_TRIES):
             places = self.catalog.places(part.blob for part in parts)
             try:
-                self.keeper.read([_wanted(places[part.blob], part) for part in parts])
+                plain = [part for part in parts if places[part.blob].base is None]
+                self.keeper.read([_wanted(places[part.blob], part) for part in plain])
+                self._read_cold(places, [part for part in parts if part not in plain])
             except NotFound as error:
                 if attempt == _TRIES - 1:
                     raise Damaged(f"{self.name}: {error}; a pack is missing") from error
             else:
                 return
+
+    def _read_cold(self, places: Mapping[int, Place], parts: Sequence[BlobPart]) -> None:
+        for part in parts:
+            place = places[part.blob]
+            _wanted(place, part)  # sees that it has so many bytes
+            self._cold.read(place, part.start, part.out)
 
     def mapped(self, blobs: Sequence[int]) -> Mapping[int, memoryview] | None:
         """Blobs where they lie; what is written to them is private to who asked."""
@@ -158,10 +168,13 @@ class LocalBackend:
     def _mapped(self, places: Mapping[int, Place]) -> dict[int, memoryview]:
         assert isinstance(self.keeper, Mappable)
         packs: dict[str, memoryview] = {}
-        for key in {place.pack for place in places.values()}:
+        for key in {place.pack for place in places.values() if place.base is None}:
             packs[key] = self.keeper.map(key, writable=True).data
         found = {}
         for blob, place in places.items():
+            if place.base is not None:
+                found[blob] = self._cold.whole(place)
+                continue
             end = place.start + place.nbytes
             if end > len(packs[place.pack]):
                 raise Damaged(f"{self.name}: pack {place.pack} is truncated")
@@ -229,7 +242,12 @@ class LocalBackend:
 
     def verify(self, *, said: Callable[[str], None]) -> Verified:
         """Of the catalog and every pack."""
-        return verify(self.catalog, self.keeper, said=said)
+        return verify(self.catalog, self._cold, said=said)
+
+    def cool(self, record: ModelRecord, *, chain: int, said: Callable[[str], None]) -> Cooled:
+        """Once all is hashed; the plain forms stay until ``gc``."""
+        self.flush()
+        return cool(self.catalog, self.keeper, record, chain=chain, said=said)
 
     # -- the end -----------------------------------------------------------------------------
 

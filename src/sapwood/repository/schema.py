@@ -9,15 +9,19 @@ A model's number is unique over all catalogs of a repository and grows with time
 latest version has the largest one. Its parent may be in another provider's catalog, which its name
 tells.
 
-``blob.refs`` counts the manifests that refer to a blob, and the blobs that are the same as it.
-``pack.live`` counts the bytes of blobs that lie in it.
+A blob may lie in its pack in another form, as what differs from its ``base``; see ``cold``. Then
+it takes ``stored`` bytes there. A base is never merged into another blob any more, as it has a
+digest; so bases never lead in a circle.
+
+``blob.refs`` counts the manifests that refer to a blob, and the blobs that are the same as it, or
+have it as their base. ``pack.live`` counts the bytes that blobs take in it.
 """
 
 from __future__ import annotations
 
-__all__ = ["SCHEMA", "SCHEMA_VERSION"]
+__all__ = ["MIGRATIONS", "SCHEMA", "SCHEMA_VERSION"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = """
 CREATE TABLE setting (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -81,9 +85,21 @@ CREATE TABLE blob (
     digest BLOB,
     mark BLOB,
     same_as INTEGER REFERENCES blob(id),
+    stored INTEGER,
+    base INTEGER REFERENCES blob(id),
     CHECK ((same_as IS NULL) = (pack IS NOT NULL AND start IS NOT NULL))
 );
 CREATE INDEX blob_by_digest ON blob (digest, nbytes) WHERE same_as IS NULL AND digest IS NOT NULL;
 CREATE INDEX blob_unhashed ON blob (id) WHERE digest IS NULL AND nbytes > 0;
 CREATE INDEX blob_by_pack ON blob (pack);
+CREATE INDEX blob_by_base ON blob (base) WHERE base IS NOT NULL;
 """
+
+MIGRATIONS = {
+    2: """
+ALTER TABLE blob ADD COLUMN stored INTEGER;
+ALTER TABLE blob ADD COLUMN base INTEGER REFERENCES blob(id);
+CREATE INDEX blob_by_base ON blob (base) WHERE base IS NOT NULL;
+""",
+}
+"""By version: what makes its tables those of the next one."""

@@ -82,14 +82,14 @@ def _give_back(
 def _write_anew(catalog: Catalog, keeper: Keeper, row: PackRow) -> int:
     """Move what is in use of a pack to a new one; bytes of that, none if another gc was first."""
     places = catalog.blobs_in(row.id)
-    starts, nbytes = lay_out([place.nbytes for place in places])
+    starts, nbytes = lay_out([place.packed for place in places])
     if nbytes >= row.nbytes:
         return 0
     key = new_key()
     with keeper.begin(key, nbytes) as draft:
         blobs = []
         for place in places:
-            blob = memoryview(bytearray(place.nbytes))
+            blob = memoryview(bytearray(place.packed))
             try:
                 keeper.read([Wanted(row.key, place.start, blob)])
             except NotFound:

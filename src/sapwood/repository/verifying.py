@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from sapwood.errors import SapwoodError
 from sapwood.repository.base import NOTHING
 from sapwood.repository.catalog import Catalog, Place
+from sapwood.repository.cold import ColdReader
 from sapwood.repository.merging import digest_of
 from sapwood.repository.names import HIDDEN
-from sapwood.storage import Keeper, Wanted
 
 __all__ = ["Verified", "verify"]
 
@@ -30,7 +30,7 @@ class Verified:
 
 
 def verify(
-    catalog: Catalog, keeper: Keeper, *, said: Callable[[str], None] = lambda _: None
+    catalog: Catalog, reader: ColdReader, *, said: Callable[[str], None] = lambda _: None
 ) -> Verified:
     """Read every byte once and compare it with its digest; count every reference."""
     found = Verified()
@@ -56,20 +56,19 @@ def verify(
         found.blobs += 1
         found.nbytes += place.nbytes
         said(f"reading {user}")
-        found.problems += _problems(keeper, place, digest, user)
+        found.problems += _problems(reader, place, digest, user)
         found.unhashed += digest is None
     return found
 
 
-def _problems(keeper: Keeper, place: Place, digest: bytes | None, user: str) -> Iterator[str]:
-    memory = memoryview(bytearray(place.nbytes))
+def _problems(reader: ColdReader, place: Place, digest: bytes | None, user: str) -> Iterator[str]:
     try:
-        keeper.read([Wanted(place.pack, place.start, memory)])
+        memory = reader.whole(place)
     except SapwoodError as error:
         yield f"{user}: {error}"
         return
     if digest is not None and digest_of(memory) != digest:
         yield (
-            f"{user}: bytes {place.start} to {place.start + place.nbytes} of {place.pack} are not "
+            f"{user}: bytes {place.start} to {place.start + place.packed} of {place.pack} are not "
             "what was written: they do not match their digest"
         )

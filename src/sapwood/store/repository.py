@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -24,6 +25,7 @@ from sapwood.repository.base import (
     NewModel,
     fresh,
 )
+from sapwood.repository.cold import CHAIN, Cooled, Cooling
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.names import Reference, check_version, parse
 from sapwood.repository.sweeping import Swept
@@ -421,6 +423,44 @@ class Repository:
         for id in tidy(self._backend, self.durability, quiet=quiet):
             said(f"removed the shards of checkpoint {id}, which was never whole")
         return self._backend.gc(quiet=quiet, said=said)
+
+    def cool(
+        self,
+        pattern: str = "*",
+        *,
+        older_than: float = 0.0,
+        chain: int = CHAIN,
+        said: Callable[[str], None] = _ignore,
+    ) -> Cooled:
+        """Keep tensors of versions as what differs from the version they come from, compressed.
+
+        They are read as before, only slower, also in part. Tensors for which that saves less than
+        a tenth stay as they are. The room is free after the next ``gc``.
+
+        Args:
+            pattern: of names of models.
+            older_than: seconds; younger versions stay as they are.
+            chain: how many tensors may differ from each other in a row.
+            said: called with what is done, for progress.
+
+        Raises:
+            ConfigError: the repository cannot do that, or zstandard is not installed.
+            Damaged: a tensor is not what was written; nothing of it was changed.
+        """
+        if not isinstance(self._backend, Cooling):
+            raise ConfigError(
+                f"{self._backend.name} keeps no tensors in cold form; only folders and memory do"
+            )
+        if chain < 1 or older_than < 0:
+            raise ConfigError(f"chain={chain}, older_than={older_than}: expected 1, and 0, or more")
+        done = Cooled()
+        for record in sorted(self._backend.models(pattern), key=lambda record: record.id):
+            if time.time() - record.created >= older_than:
+                try:
+                    done += self._backend.cool(record, chain=chain, said=said)
+                except (Gone, ModelNotFound):  # removed meanwhile
+                    continue
+        return done
 
     def verify(self, *, said: Callable[[str], None] = _ignore) -> Verified:
         """Read every byte once and compare it with its digest; count every reference."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cyclopts import App
 
 from sapwood.cli.verbs.store.care import gc, rm, tag, untag, verify
+from sapwood.cli.verbs.store.cooling import cool
 from sapwood.cli.verbs.store.history import diff, log
 from sapwood.cli.verbs.store.hub import hub
 from sapwood.cli.verbs.store.listing import find, ls, show
@@ -30,6 +31,7 @@ sapwood store diff resnet50@1 resnet50@2    which tensors changed, and by how mu
 sapwood store get resnet50@best out.safetensors
 sapwood store hub                           for transformers and others, as HF_ENDPOINT
 sapwood store gc                            give back the room of what was removed
+sapwood store cool --older-than 30d         keep old versions as what changed in them
 sapwood store serve /data/models            let other processes and machines use a repository
 sapwood store ui                            all of it as a page in the browser
 ```
@@ -41,7 +43,8 @@ def __getattr__(name: str) -> App:
     if name != "store":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     app = App(name="store", help=_ABOUT, help_format="markdown")
-    for verb in (ls, find, show, log, diff, get, put, tag, untag, rm, gc, verify, serve, hub, ui):
+    verbs = (ls, find, show, log, diff, get, put, tag, untag, rm, gc, cool, verify, serve, hub, ui)
+    for verb in verbs:
         app.command(verb)
     app.command(members_app())
     return app
