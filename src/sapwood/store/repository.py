@@ -31,7 +31,7 @@ from sapwood.storage import Durability
 from sapwood.storage.base import QUIET_SECONDS
 from sapwood.store.ancestry import Ancestor, Ancestry, Transfer, pairs_by_name
 from sapwood.store.architecture import PackedGraph, layer_sizes, pack_graph
-from sapwood.store.comparing import Change, compare
+from sapwood.store.comparing import Change, compare, compare_files
 from sapwood.store.finding import ordered, search
 from sapwood.store.kept import alike_files, check_files
 from sapwood.store.raw import bytes_of, dtype_name, empty, tensor_in
@@ -377,6 +377,10 @@ class Repository:
     def diff(self, before: str, after: str) -> list[Change]:
         """What differs between two versions, tensor by tensor, and by how much."""
         return compare(self.open(before), self.open(after))
+
+    def diff_files(self, before: str, after: str) -> dict[str, str]:
+        """The files kept with either: ``same``, ``changed``, ``added`` or ``removed``, by name."""
+        return compare_files(self.open(before), self.open(after))
 
     # -- care --------------------------------------------------------------------------------
 
