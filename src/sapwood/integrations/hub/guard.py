@@ -7,6 +7,7 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sapwood.errors import SapwoodError
 from sapwood.integrations.hub.answers import failure
 
 __all__ = ["Guard"]
@@ -47,7 +48,12 @@ class Guard:
                 wrong = "Invalid credentials in Authorization header"
                 await failure(401, wrong, WWW_Authenticate="Bearer")(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        except SapwoodError:
+            # In the middle of an answer, as when a version is removed while it is read. It was
+            # logged; the server ends the connection, so that the client sees that it is not whole.
+            return
 
     def _proven(self, given: str) -> bool:
         kind, _, token = given.partition(" ")

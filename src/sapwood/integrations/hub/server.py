@@ -41,7 +41,7 @@ class _Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.shutdown()
         end = time.monotonic() + _GRACE
-        while self.server_state.connections and time.monotonic() < end:
+        while self.server_state.connections and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(0.02)
         for connection in list(self.server_state.connections):
             # Closing it would wait until the client has read what was sent, which may be never.
