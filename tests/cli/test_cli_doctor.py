@@ -128,7 +128,7 @@ def test_missing_extras_come_with_the_command(monkeypatch):
     check = software.extras(HERE)
     assert check.state == "note"
     assert check.found == "installed: cli"
-    missing = "checkpoint,compression,parity,s3,data,report,mpi,mooncake"
+    missing = "checkpoint,compression,parity,s3,data,report,mpi,mooncake,web"
     assert check.remedy == f"pip install 'sapwood[{missing}]' for the rest"
 
 

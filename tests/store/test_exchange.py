@@ -267,7 +267,11 @@ def test_other_weights_of_a_folder_are_not_taken_for_tensors(put: Put, tmp_path:
         file.truncate(300 * 2**20)
     with pytest.raises(ConfigError, match=r"at most 268435456; leave it out: --without 'other"):
         put(tmp_path / "hf", "hf@1")
-    assert "other.safetensors" not in read_model(tmp_path / "hf", without=["other*"]).files
+    found = read_model(tmp_path / "hf", without=["other*", "*.gguf"])
+    assert "other.safetensors" not in found.files
+    assert found.said == ("no file fits '*.gguf', which was to be left out",)
+    with pytest.raises(ConfigError, match="--without is for folders"):
+        read_model(tmp_path / "hf/model.safetensors", without=["x"])
 
 
 def test_what_tools_keep_in_a_folder_is_left_out_and_said(tmp_path: Path) -> None:

@@ -71,7 +71,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, A
                     HF_ENDPOINT=server.url,
                     HF_HOME=str(folder / "home"),
                     HF_HUB_DISABLE_TELEMETRY="1",
-                    HF_HUB_DISABLE_XET="1",
                     NO_PROXY="*",
                 ),
                 capture_output=True,

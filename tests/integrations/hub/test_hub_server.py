@@ -295,6 +295,12 @@ def test_other_hosts_are_refused(url: str) -> None:
         assert ask(url, "/api/models", Host=host).status == 200
 
 
+def test_another_name_can_be_allowed(repo: Repository) -> None:
+    with HubServer(repo, listen="localhost:0", hosts=["Models.example"]) as server:
+        assert ask(server.url, "/api/models", Host="models.example").status == 200
+        assert ask(server.url, "/api/models", Host="other.example").status == 421
+
+
 def test_a_client_that_leaves_early_harms_nobody(tmp_path: Path) -> None:
     with open_repository(tmp_path / "models") as repo:
         repo.save({"a": torch.zeros(2**24)}, "large@1")

@@ -24,6 +24,7 @@ _EXTRAS = {
     "report": ("matplotlib",),
     "mpi": ("mpi4py", "mpich"),
     "mooncake": ("mooncake-transfer-engine-non-cuda",),
+    "web": ("starlette", "uvicorn"),
 }
 """Those of pyproject.toml that a user may want, and the packages of each."""
 _INSTEAD = {"mooncake-transfer-engine-non-cuda": "mooncake-transfer-engine"}

@@ -29,7 +29,7 @@ class Guard:
         # A web page somewhere may have its own name point to this machine (DNS rebinding).
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             allowed = ", ".join(sorted(self._hosts))
-            answer = failure(421, f"this server answers to {allowed}; set HF_ENDPOINT to that")
+            answer = failure(421, f"this server answers to {allowed}; say so with --host")
             await answer(scope, receive, send)
             return
         if self._token is not None:
