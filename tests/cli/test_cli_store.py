@@ -200,6 +200,12 @@ def test_a_folder_goes_out_as_it_came(sapwood: Sapwood, model: nn.Module, tmp_pa
     (tmp_path / "hf/huge.gguf").write_text("weights in another form")
     assert "7 tensors and 1 files" in sapwood("put", "hf", "hf@1", "--without", "*.gguf")[1]
     assert "files: config.json" in sapwood("show", "hf")[1]
+    (tmp_path / "hf/config.json").write_text("[]")
+    sapwood("put", "hf", "hf@2", "--without", "*.gguf")
+    code, text, _ = sapwood("diff", "hf@1", "hf@2")
+    assert (code, "file config.json: changed" in text) == (1, True)
+    assert json.loads(sapwood("diff", "hf@1", "hf@2", "--json")[1])[0]["file"]
+    sapwood("rm", "hf@2", "--yes")
     assert json.loads(sapwood("show", "hf", "--json")[1])["files"] == {"config.json": 2}
     assert sapwood("get", "hf", "out")[0] == 0
     assert (tmp_path / "out/model.safetensors").read_bytes() == weights.read_bytes()

@@ -1,5 +1,6 @@
 """Models from files and to files: byte for byte where that can be, and refused where it cannot."""
 
+import errno
 import json
 import os
 import tracemalloc
@@ -10,12 +11,15 @@ import pytest
 import safetensors
 import safetensors.torch as st
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as hypothesis
 from torch import nn
 
 from sapwood.errors import BadName, ConfigError, Damaged, ModelNotFound, StoreError
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
 from sapwood.store.exchange import as_folder, read_model, write_model
+from sapwood.testing import faults
 
 ODD = {
     "f64": torch.arange(3, dtype=torch.float64),
@@ -263,7 +267,11 @@ def test_other_weights_of_a_folder_are_not_taken_for_tensors(put: Put, tmp_path:
         file.truncate(300 * 2**20)
     with pytest.raises(ConfigError, match=r"at most 268435456; leave it out: --without 'other"):
         put(tmp_path / "hf", "hf@1")
-    assert "other.safetensors" not in read_model(tmp_path / "hf", without=["other*"]).files
+    found = read_model(tmp_path / "hf", without=["other*", "*.gguf"])
+    assert "other.safetensors" not in found.files
+    assert found.said == ("no file fits '*.gguf', which was to be left out",)
+    with pytest.raises(ConfigError, match="--without is for folders"):
+        read_model(tmp_path / "hf/model.safetensors", without=["x"])
 
 
 def test_what_tools_keep_in_a_folder_is_left_out_and_said(tmp_path: Path) -> None:
@@ -431,3 +439,76 @@ def test_the_folder_one_is_in_is_not_replaced(
     for path in (".", "..", str(tmp_path / "here")):
         with pytest.raises(ConfigError, match="name one below"):
             write_model(repo.open("m@1"), Path(path))
+
+
+FUZZED = st.save({"a": torch.ones(3), "b": torch.zeros(2, 2).bfloat16()}, {"format": "pt"})
+
+
+@given(
+    hypothesis.lists(
+        hypothesis.tuples(hypothesis.integers(0, len(FUZZED) - 1), hypothesis.integers(0, 255)),
+        min_size=1,
+        max_size=3,
+    ),
+    hypothesis.integers(0, len(FUZZED)),
+)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_files_are_refused_or_whole(
+    tmp_path: Path, flips: list[tuple[int, int]], length: int
+) -> None:
+    content = bytearray(FUZZED)
+    for at, value in flips:
+        content[at] = value
+    file = tmp_path / "fuzzed.safetensors"
+    for data in (content, content[:length]):
+        file.write_bytes(data)
+        try:
+            found = read_model(file)
+        except Damaged:
+            continue
+        assert sum(tensor.nbytes for tensor in found.value.values()) == 20
+
+
+@pytest.mark.parametrize("shape", [[0, 2**70], [2**64, 0], [0] * 70, [2**31, 2**31, 0]])
+def test_shapes_of_no_bytes_do_no_harm(
+    shape: list[int], repo: Repository, put: Put, tmp_path: Path
+) -> None:
+    text = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    try:
+        put(tmp_path / "m.safetensors", "m@1")
+    except Damaged as error:
+        assert "which torch refuses" in str(error)  # noqa: PT017 - either is right
+    else:
+        assert list(repo.load("m@1")["a"].shape) == shape
+
+
+def test_files_are_compared(repo: Repository) -> None:
+    before = {"same": b"1", "changed": b"1", "longer": b"1", "gone": b"1"}
+    repo.save({"a": torch.ones(1)}, "m@1", files=before)
+    after = {"same": b"1", "changed": b"2", "longer": b"12", "new": b""}
+    repo.save({"a": torch.ones(1)}, "m@2", files=after)
+    assert repo.diff_files("m@1", "m@2") == {
+        "same": "same",
+        "changed": "changed",
+        "longer": "changed",
+        "gone": "removed",
+        "new": "added",
+    }
+
+
+def test_a_disk_that_is_full_leaves_nothing(repo: Repository, tmp_path: Path) -> None:
+    repo.save({"a": torch.ones(1000)}, "m@1", files={"x/y": b"1" * 5000, "config.json": b"{}"})
+
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space is left")
+
+    for out in ("folder", "m.safetensors"):
+        for number in (1, 2):
+            with (
+                faults.inject("files", full, at=number, when=lambda op, **_: op == "write"),
+                pytest.raises(StoreError, match="no space is left"),
+            ):
+                write_model(repo.open("m@1"), tmp_path / out)
+            assert not (tmp_path / out).exists()
+    assert not [path for path in tmp_path.iterdir() if "draft" in path.name]

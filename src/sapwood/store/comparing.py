@@ -10,7 +10,7 @@ from torch import Tensor
 from sapwood.repository.manifest import TensorRow
 from sapwood.store.stored import StoredModel
 
-__all__ = ["Change", "compare"]
+__all__ = ["Change", "compare", "compare_files"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,24 @@ def compare(before: StoredModel, after: StoredModel) -> list[Change]:
     """
     names = [*after, *(name for name in before if name not in after)]
     return [_change(name, before, after) for name in names]
+
+
+def compare_files(before: StoredModel, after: StoredModel) -> dict[str, str]:
+    """The files kept with either: ``same``, ``changed``, ``added`` or ``removed``, by name."""
+    names = sorted({*before.files, *after.files})
+    return {name: _kind_of_file(name, before, after) for name in names}
+
+
+def _kind_of_file(name: str, before: StoredModel, after: StoredModel) -> str:
+    if name not in before.files:
+        return "added"
+    if name not in after.files:
+        return "removed"
+    old, new = before.file_row(name), after.file_row(name)
+    if old.nbytes != new.nbytes:
+        return "changed"
+    same = old.blob == new.blob or before.file(name) == after.file(name)
+    return "same" if same else "changed"
 
 
 def _change(name: str, before: StoredModel, after: StoredModel) -> Change:

@@ -34,7 +34,7 @@ from sapwood.state.graph import Graph
 from sapwood.storage import Durability
 from sapwood.storage.base import QUIET_SECONDS
 from sapwood.store.ancestry import Ancestor, Ancestry, Transfer, pairs_by_name
-from sapwood.store.comparing import Change, compare
+from sapwood.store.comparing import Change, compare, compare_files
 from sapwood.store.finding import ordered, search
 from sapwood.store.kept import alike_files, check_files
 from sapwood.store.known import KnownStates
@@ -410,6 +410,10 @@ class Repository:
     def diff(self, before: str, after: str) -> list[Change]:
         """What differs between two versions, tensor by tensor, and by how much."""
         return compare(self.open(before), self.open(after))
+
+    def diff_files(self, before: str, after: str) -> dict[str, str]:
+        """The files kept with either: ``same``, ``changed``, ``added`` or ``removed``, by name."""
+        return compare_files(self.open(before), self.open(after))
 
     # -- care --------------------------------------------------------------------------------
 

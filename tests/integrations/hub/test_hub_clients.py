@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="pip install 'sapwood[web]'")
 from sapwood.integrations.hub import HubServer
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
-from sapwood.store.exchange import read_model
+from sapwood.store.exchange import read_model, write_model
 from tests.cli.helpers import environment
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
@@ -62,6 +62,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, A
         put(repo, folder / "llama2", "nt3/llama@2", parent="nt3/llama@1")
         put(repo, folder / "bert", "bert@1", tags=["best"])
         repo.save(bert, "saved@1")  # a module, with nothing beside it
+        write_model(repo.open("nt3/llama@2"), folder / "split", shard_bytes=20_000)
         with HubServer(repo) as server, HubServer(repo, token=TOKEN) as private:
             done = subprocess.run(
                 [sys.executable, str(CLIENT), private.url, TOKEN],
@@ -70,7 +71,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, A
                     HF_ENDPOINT=server.url,
                     HF_HOME=str(folder / "home"),
                     HF_HUB_DISABLE_TELEMETRY="1",
-                    HF_HUB_DISABLE_XET="1",
                     NO_PROXY="*",
                 ),
                 capture_output=True,
@@ -80,6 +80,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, A
             )
         assert done.returncode == 0, done.stderr
         index = json.loads((folder / "llama1/model.safetensors.index.json").read_text())
+        assert len(list((folder / "split").glob("*.safetensors"))) > 1
+        split = transformers.LlamaForCausalLM.from_pretrained(folder / "split")
+        assert total(split) == total(llamas[1])
         yield json.loads(done.stdout.splitlines()[-1]), (llamas, bert, index)
 
 

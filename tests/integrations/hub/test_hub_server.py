@@ -1,8 +1,11 @@
 """The endpoint over plain HTTP: files, ranges, errors, and who may ask."""
 
 import email
+import http.client
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -10,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,11 +23,12 @@ import torch
 pytest.importorskip("starlette", reason="pip install 'sapwood[web]'")
 pytest.importorskip("uvicorn", reason="pip install 'sapwood[web]'")
 
-from sapwood.errors import ConfigError, StoreError, UsageError
+from sapwood.errors import ConfigError, Gone, StoreError, UsageError
 from sapwood.integrations.hub import HubServer, read_token
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
 from sapwood.store.exchange import as_folder
+from sapwood.store.stored import StoredModel
 from tests.cli.helpers import environment
 from tests.integrations.hub.asking import ask
 
@@ -290,6 +295,12 @@ def test_other_hosts_are_refused(url: str) -> None:
         assert ask(url, "/api/models", Host=host).status == 200
 
 
+def test_another_name_can_be_allowed(repo: Repository) -> None:
+    with HubServer(repo, listen="localhost:0", hosts=["Models.example"]) as server:
+        assert ask(server.url, "/api/models", Host="models.example").status == 200
+        assert ask(server.url, "/api/models", Host="other.example").status == 421
+
+
 def test_a_client_that_leaves_early_harms_nobody(tmp_path: Path) -> None:
     with open_repository(tmp_path / "models") as repo:
         repo.save({"a": torch.zeros(2**24)}, "large@1")
@@ -404,3 +415,71 @@ def test_an_end_does_not_wait_for_a_client_that_reads_no_more(
         started = set(threading.enumerate()) - before
         assert not [one for one in started if one.name == "sapwood-hub"]
         assert "Traceback" not in caplog.text
+
+
+def test_what_is_read_is_right_while_others_save_and_clear_up(tmp_path: Path) -> None:
+    with open_repository(tmp_path / "models") as repo, HubServer(repo) as server:
+        torch.manual_seed(0)
+        repo.save({str(i): torch.randn(i + 1, 300) for i in range(30)}, "m@kept")
+        (file,) = as_folder(repo.open("m@kept")).values()
+        whole = b"".join(map(bytes, file.blocks(0, file.size)))
+        wrong: list[str] = []
+
+        def read(seed: int) -> None:
+            choose = random.Random(seed)
+            for _ in range(40):
+                start = choose.randrange(len(whole))
+                stop = min(len(whole), start + choose.randrange(1, 200_000))
+                path = "/m/resolve/kept/model.safetensors"
+                found = ask(server.url, path, Range=f"bytes={start}-{stop - 1}")
+                if (found.status, found.body) != (206, whole[start:stop]):
+                    wrong.append(f"{start}-{stop}: {found.status}, {len(found.body)} bytes")
+                latest = ask(server.url, "/m/resolve/main/model.safetensors")
+                # Removed before it was read, or while: an error, and never half of it.
+                if latest.status == 200 and len(st.load(latest.body)) not in (1, 30):
+                    wrong.append("the latest is not whole")
+
+        readers = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+        for reader in readers:
+            reader.start()
+        number = 0
+        while any(reader.is_alive() for reader in readers):
+            number += 1
+            repo.save({"a": torch.full((1000,), float(number))}, f"m@{number}")
+            repo.remove(f"m@{number}")
+            repo.gc(quiet=0)
+        assert wrong == []
+
+
+def test_addresses_of_the_sixth_version(repo: Repository) -> None:
+    try:
+        server = HubServer(repo, listen="[::1]:0")
+    except StoreError:
+        pytest.skip("this machine has no IPv6")
+    with server:
+        assert server.loopback
+        assert server.url.startswith("http://[::1]:")
+        assert ask(server.url, "/api/models").status == 200
+
+
+def test_an_answer_that_cannot_be_ended_is_not_taken_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_repository(tmp_path / "models") as repo, HubServer(repo) as server:
+        repo.save({"a": torch.zeros(2**23)}, "m@1")
+        url, reads = server.url, itertools.count()
+        read = StoredModel.parts
+
+        def until_it_is_gone(*args: Any, **options: Any) -> Iterator[memoryview]:
+            for block in read(*args, **options):
+                if next(reads) == 3:
+                    raise Gone("blob 1 was removed")
+                yield block
+
+        monkeypatch.setattr(StoredModel, "parts", until_it_is_gone)
+        with pytest.raises(http.client.IncompleteRead):
+            ask(url, "/m/resolve/1/model.safetensors")
+        assert "ends too early: blob 1 was removed" in caplog.text
+        assert "Traceback" not in caplog.text
+        monkeypatch.undo()
+        assert ask(url, "/m/resolve/1/model.safetensors").status == 200

@@ -6,7 +6,7 @@ import logging
 import mimetypes
 import secrets
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -120,10 +120,11 @@ def _bytes(file: OutFile, start: int, stop: int) -> Iterator[bytes]:
 def _stream(
     body: Iterator[bytes], size: int, status: int, kind: str, headers: dict[str, str]
 ) -> Response:
-    # What cannot be read at all is an error, and not an answer that ends too early.
-    first = next(body, b"")
+    # What cannot be read at all is an error, and not an answer that ends too early. The first block
+    # of weights is their header, for which nothing is read.
+    first = list(islice(body, 2))
     headers = headers | {"Content-Length": str(size), "Content-Type": kind}
-    return StreamingResponse(_told(chain((first,), body)), status, headers)
+    return StreamingResponse(_told(chain(first, body)), status, headers)
 
 
 def _told(body: Iterator[bytes]) -> Iterator[bytes]:

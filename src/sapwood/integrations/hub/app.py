@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
 from functools import wraps
-from math import isfinite
 from typing import Any
-from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -20,6 +16,13 @@ from starlette.routing import Route
 
 from sapwood.errors import ModelNotFound, SapwoodError
 from sapwood.integrations.hub.answers import COMMIT, failure, file_answer
+from sapwood.integrations.hub.facts import (
+    commit_facts,
+    entries_of,
+    facts_of,
+    paths_asked,
+    ref_of,
+)
 from sapwood.integrations.hub.guard import Guard
 from sapwood.integrations.hub.library import (
     LATEST,
@@ -31,7 +34,6 @@ from sapwood.integrations.hub.library import (
     Version,
 )
 from sapwood.integrations.hub.names import commit_of, hub_id
-from sapwood.repository.base import ModelRecord
 from sapwood.store import Repository
 
 __all__ = ["hub_app"]
@@ -131,7 +133,7 @@ class _Hub:
         wanted = request.query_params.get("search", "").lower()
         author = request.query_params.get("author")
         found = [
-            {**_facts(id, record), "sha": commit_of(record)}
+            {**facts_of(id, record), "sha": commit_of(record)}
             for id, record in self._library.latest().items()
             if wanted in id.lower() and author in (None, id.partition("/")[0])
         ]
@@ -147,7 +149,7 @@ class _Hub:
             {"rfilename": path, **({"size": file.size, "blobId": file.mark} if blobs else {})}
             for path, file in sorted(version.files.items())
         ]
-        facts = _facts(hub_id(version.record.name), version.record)
+        facts = facts_of(hub_id(version.record.name), version.record)
         answer = {**facts, "sha": version.commit, "siblings": siblings}
         return JSONResponse(answer, headers={COMMIT: version.commit})
 
@@ -158,7 +160,7 @@ class _Hub:
         recursive = request.query_params.get("recursive", "").lower() in ("true", "1")
         expand = request.query_params.get("expand", "").lower() in ("true", "1")
         below = f"{path}/" if path else ""
-        entries = _entries(version, expand=expand)
+        entries = entries_of(version, expand=expand)
         if path and path in version.files:
             found = [entries[path]]
         else:
@@ -178,7 +180,7 @@ class _Hub:
             if len(body) > _BODY:
                 return failure(413, f"expected a list of paths of at most {_BODY} bytes")
         try:
-            asked = _form(request, body)
+            asked = paths_asked(request, body)
         except ValueError as error:
             return failure(400, f"expected a list of paths: {error}")
         return await run_in_threadpool(self._paths_info, request, asked)
@@ -187,7 +189,7 @@ class _Hub:
         @_answering
         def answer(hub: _Hub, request: Request) -> Response:
             version = hub._version(request)
-            entries = _entries(version, expand=asked["expand"])
+            entries = entries_of(version, expand=asked["expand"])
             found = [entries[path] for path in asked["paths"] if path in entries]
             return JSONResponse(found, headers={COMMIT: version.commit})
 
@@ -198,8 +200,8 @@ class _Hub:
         records = self._library.records(_id(request))
         tags = {record.version: record for record in records}
         tags |= {tag: record for record in records for tag in record.tags}
-        branches = [_ref("heads", LATEST, records[-1])] if records else []
-        found = [_ref("tags", name, record) for name, record in tags.items()]
+        branches = [ref_of("heads", LATEST, records[-1])] if records else []
+        found = [ref_of("tags", name, record) for name, record in tags.items()]
         return JSONResponse(
             {"branches": branches, "tags": found, "converts": [], "pullRequests": []}
         )
@@ -209,7 +211,7 @@ class _Hub:
         """A version and those before it; a hub lists what a branch was made of."""
         version = self._version(request)
         records = [r for r in self._library.records(_id(request)) if r.id <= version.record.id]
-        found = [{**_commit(record), "authors": [], "message": ""} for record in records[::-1]]
+        found = [{**commit_facts(record), "authors": [], "message": ""} for record in records[::-1]]
         return JSONResponse(found, headers={"X-Total-Count": str(len(found))})
 
     def _version(self, request: Request) -> Version:
@@ -222,71 +224,3 @@ _IDS = ("{repo}", "{namespace}/{repo}")
 def _id(request: Request) -> str:
     found = request.path_params
     return "/".join(found[part] for part in ("namespace", "repo") if part in found)
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
-
-
-def _facts(id: str, record: ModelRecord) -> dict[str, Any]:
-    """What a hub says of a model, and what this one knows beside."""
-    return {
-        "_id": f"{record.id:024x}",
-        "id": id,
-        "modelId": id,
-        "private": False,
-        "gated": False,
-        "disabled": False,
-        "downloads": 0,
-        "likes": 0,
-        "tags": list(record.tags),
-        "createdAt": _time(record.created),
-        "lastModified": _time(record.created),
-        "sapwood": {
-            "name": record.name,
-            "version": record.version,
-            # JSON has no word for infinity.
-            "metrics": {k: v if isfinite(v) else repr(v) for k, v in record.metrics.items()},
-        },
-    }
-
-
-def _commit(record: ModelRecord) -> dict[str, Any]:
-    title = str(record.reference)
-    return {"id": commit_of(record), "title": title, "date": _time(record.created)}
-
-
-def _ref(kind: str, name: str, record: ModelRecord) -> dict[str, str]:
-    return {"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": commit_of(record)}
-
-
-def _entries(version: Version, *, expand: bool) -> dict[str, dict[str, Any]]:
-    """Every file and folder of a version, by path."""
-    more: dict[str, Any] = {"lastCommit": _commit(version.record)} if expand else {}
-    found: dict[str, dict[str, Any]] = {}
-    for path, file in sorted(version.files.items()):
-        for cut in (at for at, letter in enumerate(path) if letter == "/"):
-            folder = {"type": "directory", "oid": version.commit, "size": 0, "path": path[:cut]}
-            found.setdefault(path[:cut], {**folder, **more})
-        found[path] = {"type": "file", "oid": file.mark, "size": file.size, "path": path, **more}
-    return found
-
-
-def _form(request: Request, body: bytes) -> dict[str, Any]:
-    """The paths that are asked about, as a form or as JSON.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if request.headers.get("content-type", "").startswith("application/json"):
-        given = json.loads(body)
-        if not isinstance(given, dict):
-            raise ValueError("it is no object")
-        paths, expand = given.get("paths", []), given.get("expand", False)
-    else:
-        form = parse_qs(body.decode(), max_num_fields=10_000)
-        paths, expand = form.get("paths", []), form.get("expand", ["false"])[0]
-    paths = [paths] if isinstance(paths, str) else paths
-    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-        raise ValueError("paths are texts")
-    return {"paths": dict.fromkeys(paths), "expand": str(expand).lower() in ("true", "1")}

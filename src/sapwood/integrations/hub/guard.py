@@ -7,6 +7,7 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sapwood.errors import SapwoodError
 from sapwood.integrations.hub.answers import failure
 
 __all__ = ["Guard"]
@@ -28,7 +29,7 @@ class Guard:
         # A web page somewhere may have its own name point to this machine (DNS rebinding).
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             allowed = ", ".join(sorted(self._hosts))
-            answer = failure(421, f"this server answers to {allowed}; set HF_ENDPOINT to that")
+            answer = failure(421, f"this server answers to {allowed}; say so with --host")
             await answer(scope, receive, send)
             return
         if self._token is not None:
@@ -47,7 +48,12 @@ class Guard:
                 wrong = "Invalid credentials in Authorization header"
                 await failure(401, wrong, WWW_Authenticate="Bearer")(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        except SapwoodError:
+            # In the middle of an answer, as when a version is removed while it is read. It was
+            # logged; the server ends the connection, so that the client sees that it is not whole.
+            return
 
     def _proven(self, given: str) -> bool:
         kind, _, token = given.partition(" ")

@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -41,7 +42,7 @@ class _Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.shutdown()
         end = time.monotonic() + _GRACE
-        while self.server_state.connections and time.monotonic() < end:
+        while self.server_state.connections and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(0.02)
         for connection in list(self.server_state.connections):
             # Closing it would wait until the client has read what was sent, which may be never.
@@ -60,7 +61,12 @@ class HubServer:
     """
 
     def __init__(
-        self, repo: Repository, *, listen: str = "127.0.0.1:0", token: str | None = None
+        self,
+        repo: Repository,
+        *,
+        listen: str = "127.0.0.1:0",
+        token: str | None = None,
+        hosts: Iterable[str] = (),
     ) -> None:
         """Bind a socket.
 
@@ -68,6 +74,7 @@ class HubServer:
             repo: what is given out.
             listen: ``host:port``; port 0 takes a free one.
             token: what clients must have in ``HF_TOKEN``; None lets everybody read.
+            hosts: further names it is asked under on this machine, such as that of a proxy.
 
         Raises:
             ConfigError: ``listen`` or the token is none.
@@ -82,6 +89,7 @@ class HubServer:
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         self.url = f"http://{shown}:{address[1]}"
         names = {"localhost", "127.0.0.1", "::1", host.lower(), address[0]}
+        names |= {name.lower() for name in hosts}
         app = hub_app(repo, token=token, hosts=names if self.loopback else None)
         config = uvicorn.Config(
             app,

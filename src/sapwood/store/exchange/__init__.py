@@ -32,6 +32,8 @@ def read_model(path: Path, *, without: Sequence[str] = ()) -> Incoming:
     """
     if path.is_dir():
         return read_folder(path, without)
+    if without:
+        raise ConfigError(f"--without is for folders of files, and {path} is none")
     if not path.exists():
         raise ConfigError(f"there is no {path}")
     if path.suffix == ".safetensors":

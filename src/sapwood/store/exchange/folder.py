@@ -51,7 +51,9 @@ def read_folder(path: Path, without: Sequence[str] = ()) -> Incoming:
         Damaged: its files contradict each other.
         StoreError: something cannot be read.
     """
-    names = [n for n in _names(path) if not any(fnmatchcase(n, one) for one in without)]
+    every = _names(path)
+    names = [n for n in every if not any(fnmatchcase(n, one) for one in without)]
+    unused = [one for one in without if not any(fnmatchcase(n, one) for n in every)]
     weights = _weights(path, names)
     tensors, metadata = _tensors(path, weights)
     note: dict[str, Any] = {"from": path.resolve().name}
@@ -66,7 +68,11 @@ def read_folder(path: Path, without: Sequence[str] = ()) -> Incoming:
         value=tensors,
         note=note,
         files=_others(path, others),
-        said=(*weights.said, *_left_out(path)),
+        said=(
+            *weights.said,
+            *(f"no file fits {one!r}, which was to be left out" for one in unused),
+            *_left_out(path),
+        ),
     )
 
 

@@ -80,7 +80,7 @@ class SafeFile:
             )
         self.payload = sum(row.nbytes for row in self._rows)
         self.size = len(self._header) + self.payload
-        self.mark = _mark(stored, self._header, *self._rows)
+        self.mark = _mark(stored, self._header)
         self.names = tuple(name for name, _ in order)
 
     def blocks(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -99,7 +99,7 @@ class KeptFile:
         """``name`` is one of ``stored.files``."""
         self._stored, self._row = stored, stored.file_row(name)
         self.size = self._row.nbytes
-        self.mark = _mark(stored, name.encode(), self._row)
+        self.mark = _mark(stored, name.encode())
 
     def blocks(self, start: int, stop: int) -> Iterator[memoryview]:
         """The bytes of a range; each block is overwritten by the next."""
@@ -240,10 +240,11 @@ def _file_shape(row: TensorRow) -> Sequence[int]:
     return (*row.shape[:-1], 2 * row.shape[-1]) if row.dtype == _FOUR_BITS else row.shape
 
 
-def _mark(stored: StoredModel, more: bytes, *rows: TensorRow) -> str:
-    """Versions never change, and their numbers are never given again."""
-    found = hashlib.blake2b(digest_size=20)
-    facts = stored.record.name, stored.record.id, stored.record.created, [row.blob for row in rows]
-    found.update(repr(facts).encode())
-    found.update(more)
-    return found.hexdigest()
+def _mark(stored: StoredModel, more: bytes) -> str:
+    """Versions never change, and their numbers are never given again; ``more`` tells files apart.
+
+    Numbers of blobs are left out: a back end may give others the next time it is opened.
+    """
+    record = stored.record
+    facts = repr((record.name, record.version, record.id, record.created))
+    return hashlib.blake2b(facts.encode() + b"\0" + more, digest_size=20).hexdigest()

@@ -85,4 +85,7 @@ def torch_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
 def _tensor(whole: memoryview, part: FilePart) -> Tensor:
     shape = torch_shape(part.dtype, part.shape)
     row = TensorRow(0, MODEL_NAMES[part.dtype], shape, part.nbytes, 0)
-    return tensor_in(whole[part.start : part.start + part.nbytes], row)
+    try:
+        return tensor_in(whole[part.start : part.start + part.nbytes], row)
+    except (RuntimeError, TypeError, OverflowError) as error:  # of no bytes, but of 2**70 columns
+        raise ValueError(f"{part.name} has the shape {list(shape)}, which torch refuses") from error

@@ -18,6 +18,7 @@ _WORD = re.compile(
     r"|(?P<word>[^\s()<>=!~'\"]+))"
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_DIGITS = 30
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -65,6 +66,8 @@ def parse_size(text: str) -> int:
     if match is None or (match[3] and not match[2]):
         raise ConfigError(f"{text!r} is no size, expected one such as 500MB, 1.5GB, 2GiB or 4096")
     number, unit, binary = match.groups()
+    if len(number) > _DIGITS:
+        raise ConfigError(f"a size of {len(number)} digits, expected at most {_DIGITS}")
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])
 
 

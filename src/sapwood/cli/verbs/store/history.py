@@ -50,7 +50,7 @@ def diff(
     everything: Annotated[bool, Parameter(name="--all", negative="")] = False,
     json: Json = False,
 ) -> int:
-    """Compare two versions, tensor by tensor. The exit code is 1 if they differ.
+    """Compare two versions, tensor by tensor, and their files. The exit code is 1 if they differ.
 
     *largest* is the largest difference of two elements; *relative* the norm of the difference,
     divided by the norm before.
@@ -71,10 +71,15 @@ def diff(
 
     with opened(at) as repo:
         changes = repo.diff(before, after)
+        files = repo.diff_files(before, after)
+    other_files = {name: kind for name, kind in files.items() if kind != "same"}
     different = [change for change in changes if change.kind != "same"]
     if json:
-        print_json([asdict(change) for change in (changes if everything else different)])
-        return int(bool(different))
+        tensors = [asdict(change) for change in (changes if everything else different)]
+        chosen = files if everything else other_files
+        kept = [{"name": name, "kind": kind, "file": True} for name, kind in chosen.items()]
+        print_json([*tensors, *kept])
+        return int(bool(different or other_files))
     made = table("tensor", "change", "largest", "relative", right=("largest", "relative"))
     for change in changes if everything else different:
         numbers = ("", "")
@@ -83,5 +88,7 @@ def diff(
         made.add_row(change.name, change.kind, *numbers)
     if made.row_count:
         console().print(made)
+    for name, kind in (files if everything else other_files).items():
+        print(f"file {name}: {kind}")
     print(f"{len(changes) - len(different)} of {len(changes)} tensors are the same")
-    return int(bool(different))
+    return int(bool(different or other_files))

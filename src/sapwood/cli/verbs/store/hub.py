@@ -21,6 +21,7 @@ def hub(
     at: At = None,
     listen: str = "127.0.0.1:0",
     token_file: Annotated[Path | None, Parameter(name="--token-file")] = None,
+    host: Annotated[tuple[str, ...], Parameter(negative="")] = (),
 ) -> None:
     """Give out the models to clients of the Hugging Face hub, until it is interrupted.
 
@@ -40,6 +41,7 @@ def hub(
         listen: Where, as host:port; port 0 takes a free one. Other machines reach it only if the
             host says so, as 0.0.0.0 does.
         token_file: A file that holds a token, which clients then need in HF_TOKEN.
+        host: Another name it is asked under, such as that of a proxy; may be given several times.
     """
     try:
         from sapwood.integrations.hub import HubServer, read_token
@@ -50,7 +52,7 @@ def hub(
 
     token = None if token_file is None else read_token(token_file)
     with opened(at) as repo:
-        server = HubServer(repo, listen=listen, token=token)
+        server = HubServer(repo, listen=listen, token=token, hosts=host)
         try:
             if token is None and not server.loopback:
                 everybody = "everybody who reaches this address can read every model"
