@@ -141,14 +141,14 @@ def _take_bytes(connection: Connection, draft: Draft, plan: PartPlan) -> None:
     direct = getattr(draft, "direct", lambda: None)()
     _say(connection, "wanted", plan.wanted)
     if direct is not None:
-        connection.receive_into(direct)
+        connection.receive_scattered([direct])
         return
     block = memoryview(bytearray(min(_BLOCK, plan.nbytes)))
     left = plan.nbytes
     try:
         while left:
             some = block[: min(left, _BLOCK)]
-            connection.receive_into(some)
+            connection.receive_scattered([some])
             left -= len(some)
             draft.write(some)
     except StorageError:
