@@ -220,6 +220,8 @@ class HandoverPool:
                     return
             made = None
             try:
+                if 2 * size + _RESERVE > available_memory():
+                    raise NoRoom(f"{show(size)} are more than half of what the machine has left")
                 made = self._make(size)
             except (StorageError, OSError) as error:
                 _log.info("no memory is made ahead for now: %s", error)
