@@ -129,9 +129,8 @@ class Link:
     @property
     def label(self) -> str:
         """The provider, for messages."""
-        return (
-            f"provider {self.name} at {self.address}" if self.name else f"provider {self.address}"
-        )
+        name = self.name or (self._about.name if self._about is not None else None)
+        return f"provider {name} at {self.address}" if name else f"the provider at {self.address}"
 
     def about(self) -> About:
         """What the provider said of itself when it was first reached.
