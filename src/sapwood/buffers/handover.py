@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -49,9 +49,12 @@ _END_SECONDS = 60.0
 class Handover:
     """One piece of memory: write to ``view``, then ``seal``; or ``close`` it unused."""
 
-    def __init__(self, fd: int, mapping: Mapping, nbytes: int) -> None:
+    def __init__(
+        self, fd: int, mapping: Mapping, nbytes: int, ended: Callable[[], None] = lambda: None
+    ) -> None:
         """The pool makes them; the descriptor and the mapping are this object's."""
         self.nbytes = nbytes
+        self._ended = ended
         self._fd = fd
         self._mapping: Mapping | None = mapping
 
@@ -88,10 +91,17 @@ class Handover:
             raise UsageError(
                 f"shared memory cannot be sealed ({error.strerror}): something still maps it"
             ) from error
+        self._ended()
         return fd
 
     def close(self) -> None:
         """Give it up; does nothing after ``seal``, or when called again."""
+        if self._fd >= 0:
+            self.drop()
+            self._ended()
+
+    def drop(self) -> None:
+        """The same, without the pool being told: it does so itself."""
         self._mapping = None
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -185,10 +195,16 @@ class HandoverPool:
 
     def _note(self, size: int) -> None:
         """Have one of this size next time."""
-        if self.policy == "on_demand":
-            return
-        self._sizes = [size, *(one for one in self._sizes if one != size)][:_SIZES]
-        if self._thread is None and not self._closed:
+        if self.policy != "on_demand":
+            self._sizes = [size, *(one for one in self._sizes if one != size)][:_SIZES]
+
+    def _look_ahead(self) -> None:
+        """Make what is lacking: once a piece is filled, not while that needs the memory's time."""
+        with self._changed:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._thread is None and not self._closed and self._lacking():
             self._thread = threading.Thread(
                 target=self._run, name=f"sapwood-{self._label}-memory", daemon=True
             )
@@ -204,6 +220,8 @@ class HandoverPool:
                     return
             made = None
             try:
+                if 2 * size + _RESERVE > available_memory():
+                    raise NoRoom(f"{show(size)} are more than half of what the machine has left")
                 made = self._make(size)
             except (StorageError, OSError) as error:
                 _log.info("no memory is made ahead for now: %s", error)
@@ -212,7 +230,7 @@ class HandoverPool:
                 if made is None:
                     self._sizes = [one for one in self._sizes if one != size]
                 elif self._closed:
-                    made.close()
+                    made.drop()
                 else:
                     self._ready.append((size, made))
                 self._changed.notify_all()
@@ -228,7 +246,7 @@ class HandoverPool:
                 total += size
         for entry in [entry for entry in self._ready if entry[0] not in wanted]:
             self._ready.remove(entry)
-            entry[1].close()
+            entry[1].drop()
         there = [size for size, _ in self._ready]
         return next((size for size in wanted if size not in there), 0)
 
@@ -257,7 +275,7 @@ class HandoverPool:
             raise NoRoom(f"the system gave no memory: {error.strerror or error}") from error
         with self._changed:
             self._seconds += time.monotonic() - began
-        return Handover(fd, mapping, size)
+        return Handover(fd, mapping, size, self._look_ahead)
 
     def prepare(self, nbytes: int, timeout: float = 60.0) -> None:
         """Have memory of a size ready before it is needed; returns when it is, or cannot be."""
@@ -265,6 +283,7 @@ class HandoverPool:
         deadline = time.monotonic() + timeout
         with self._changed:
             self._note(size)
+            self._begin()
             while self._thread is not None and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
 
@@ -285,7 +304,7 @@ class HandoverPool:
             ready, self._ready = self._ready, []
             thread = self._thread
         for _, piece in ready:
-            piece.close()
+            piece.drop()
         if thread is not None:
             thread.join(_END_SECONDS)
 

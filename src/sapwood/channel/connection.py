@@ -13,7 +13,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -27,6 +27,8 @@ MESSAGE_LIMIT = 64 * 2**10
 """A longer message is not one of ours, unless the receiver expects more."""
 _LENGTH = struct.Struct("!I")
 _SENDFILE = 16 * BLOCK_BYTES
+_BATCH_BYTES = 8 * BLOCK_BYTES
+_MOMENT = struct.Struct("@ll")
 _VECTORS = 512
 """Buffers in one system call; the kernel takes up to 1024."""
 
@@ -144,15 +146,11 @@ class Connection:
             return
         pending.reverse()
         while pending:
-            batch = pending[: -_VECTORS - 1 : -1]
-            self._allow(self._deadline())
-            sent = self._sock.sendmsg(batch)
-            while sent and pending:
-                first = pending.pop()
-                if sent < len(first):
-                    pending.append(first[sent:])
-                    break
-                sent -= len(first)
+            batch = _batch(pending)
+            with self._blocking(socket.SO_SNDTIMEO, sum(map(len, batch))) as done:
+                sent = self._sock.sendmsg(batch)
+                done(sent)
+            _advance(pending, sent)
 
     def send_file(self, file: Any, start: int, nbytes: int) -> None:
         """Send a part of a file without taking it into memory."""
@@ -190,28 +188,49 @@ class Connection:
             raise TimeoutError("the other side is too slow")
 
     def receive_scattered(self, parts: Sequence[Any]) -> None:
-        """Fill several buffers as if they were one."""
+        """Fill several buffers as if they were one, in as few system calls as possible."""
         pending = [part for out in parts if (part := memoryview(out).cast("B"))]
         if isinstance(self._sock, ssl.SSLSocket):  # it has no recvmsg
             for part in pending:
                 self.receive_into(part)
             return
         pending.reverse()
-        deadline, received = self._deadline(), 0
         while pending:
-            self._allow(deadline)
-            count, *_ = self._sock.recvmsg_into(pending[: -_VECTORS - 1 : -1])
-            if not count:
-                raise Ended("the other side ended the connection")
-            received += count
-            if received >= BLOCK_BYTES:
-                deadline, received = self._deadline(), 0
-            while count and pending:
-                first = pending.pop()
-                if count < len(first):
-                    pending.append(first[count:])
-                    break
-                count -= len(first)
+            batch = _batch(pending)
+            with self._blocking(socket.SO_RCVTIMEO, sum(map(len, batch))) as done:
+                count, *_ = self._sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)
+                if not count:
+                    raise Ended("the other side ended the connection")
+                done(count)
+            _advance(pending, count)
+
+    @contextmanager
+    def _blocking(self, option: int, nbytes: int) -> Iterator[Callable[[int], None]]:
+        """Let the system wait: that takes a third of the calls that polling does.
+
+        What is yielded is told how many bytes the call has moved, at most ``nbytes``.
+        """
+        seconds = self._at_most(self.timeout)
+        if seconds <= 0:
+            raise TimeoutError("the other side is too slow")
+        began = time.monotonic()
+
+        def done(count: int) -> None:
+            slow = time.monotonic() - began >= seconds
+            if slow and count < min(nbytes, BLOCK_BYTES):
+                raise TimeoutError("the other side is too slow")
+
+        self._sock.settimeout(None)
+        moment = _MOMENT.pack(int(seconds), int(seconds % 1 * 1e6) or 1)
+        self._sock.setsockopt(socket.SOL_SOCKET, option, moment)
+        try:
+            yield done
+        except BlockingIOError:
+            raise TimeoutError("the other side is too slow") from None
+        finally:
+            # Calls that poll set their own; a descriptor that was closed meanwhile has none.
+            with suppress(OSError):
+                self._sock.settimeout(self.timeout)
 
     def receive_into(self, out: Any) -> None:
         """Fill a buffer with raw bytes."""
@@ -285,3 +304,25 @@ class Connection:
         """Close; calling it again does nothing."""
         self._drop_fds()
         self._sock.close()
+
+
+def _batch(pending: Sequence[memoryview]) -> list[memoryview]:
+    """What one system call takes of buffers, the last of which comes first."""
+    batch: list[memoryview] = []
+    left = _BATCH_BYTES
+    for part in reversed(pending):
+        if not left or len(batch) == _VECTORS:
+            break
+        batch.append(part[:left])
+        left -= len(batch[-1])
+    return batch
+
+
+def _advance(pending: list[memoryview], count: int) -> None:
+    """Take off what a system call has moved."""
+    while count:
+        first = pending.pop()
+        if count < len(first):
+            pending.append(first[count:])
+            return
+        count -= len(first)

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sapwood.errors import ConfigError, Gone, GraphError, ModelExists, ModelNotFound, StoreError
+from sapwood.errors import (
+    ConfigError,
+    Gone,
+    GraphError,
+    ModelExists,
+    ModelNotFound,
+    StoreError,
+    Unreachable,
+)
 from sapwood.repository.architecture import PackedGraph, layer_sizes, pack_graph
 from sapwood.repository.base import (
     NOTHING,
@@ -168,7 +176,7 @@ class Repository:
             return
         try:
             found = self._backend.find(target)
-        except ModelNotFound:
+        except (ModelNotFound, Unreachable):
             return
         if found.version == target.version:
             raise ModelExists(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -44,13 +44,19 @@ _TIMEOUT = 30.0
 class Machines:
     """``count`` machines; a context manager that owns their namespaces."""
 
-    def __init__(self, count: int, gbit: float | None = None) -> None:
-        """``gbit`` is the rate of each machine's link, in Gbit/s; None does not limit it."""
+    def __init__(
+        self, count: int, gbit: float | None = None, *, unlimited: Collection[int] = ()
+    ) -> None:
+        """``gbit`` is the rate of each machine's link, in Gbit/s; None does not limit it.
+
+        ``unlimited``: machines whose links are not limited, such as one that many others serve.
+        """
         if not 1 <= count <= _MOST:
             raise ConfigError(f"count={count} machines, expected 1 to {_MOST}")
         if gbit is not None and not gbit > 0:
             raise ConfigError(f"gbit={gbit}, expected more than 0, or None for no limit")
         self.count, self.gbit = count, gbit
+        self._limited = [number for number in range(count) if number not in unlimited]
         self._owned = ExitStack()
         self._machines: list[Namespace] = []
 
@@ -159,10 +165,12 @@ class Machines:
         if self.gbit is not None:
             shape = f"root tbf rate {self.gbit * 1000:.0f}mbit burst {_BURST_BYTES}"
             limit = f"{shape} latency {_QUEUE_MS}ms"
-            ports = [f"qdisc add dev port{number} {limit}\n" for number in range(self.count)]
+            ports = [f"qdisc add dev port{number} {limit}\n" for number in self._limited]
             switch.run("".join(ports), ["tc", "-batch", "-"])
-            for machine in self._machines:
-                machine.run(f"qdisc add dev {INTERFACE} {limit}\n", ["tc", "-batch", "-"])
+            for number in self._limited:
+                self._machines[number].run(
+                    f"qdisc add dev {INTERFACE} {limit}\n", ["tc", "-batch", "-"]
+                )
 
 
 def place(sizes: Sequence[int]) -> list[tuple[int, int]]:

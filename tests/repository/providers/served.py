@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import select
 import signal
@@ -9,10 +11,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import sapwood
+from sapwood.cli.main import main
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
 
@@ -27,6 +33,15 @@ def free_ports(count: int) -> list[int]:
     for sock in sockets:
         sock.close()
     return ports
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command has printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 class Served:
@@ -117,17 +132,17 @@ class Servers:
     def open(self, **more: Any) -> Repository:
         return open_repository(self.url, token=TOKEN, **more)
 
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """What the command line says."""
-        source = str(Path(sapwood.__file__).parents[1])
-        environment = {**os.environ, "PYTHONPATH": source, "SAPWOOD_STORE_TOKEN": TOKEN}
-        return subprocess.run(
-            [sys.executable, "-m", "sapwood", "store", *words, "--at", self.url],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-        )
+    def command(self, *words: str) -> Said:
+        """What the command line says; in this process, as the interpreter takes seconds."""
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            patch.setenv("SAPWOOD_STORE_TOKEN", TOKEN)
+            code = main(["store", *words, "--at", self.url])
+        return Said(code, out.getvalue(), err.getvalue())
 
     def __enter__(self) -> Servers:
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from sapwood.errors import (
 from sapwood.repository.base import BlobPart
 from sapwood.repository.names import Reference
 from sapwood.repository.providers.base import VersionKey
-from sapwood.repository.providers.cluster import ClusterBackend
 from sapwood.repository.providers.cluster_handles import with_handles
 from sapwood.repository.providers.cluster_places import HEAD
 from sapwood.repository.providers.placement import key_of, order, places
@@ -177,7 +175,8 @@ def test_with_two_copies_a_silent_provider_is_survived(twins: Cluster) -> None:
             assert len(repo.children("m@1")) >= 1
             assert repo.info(f"beside-{name}@best").version == "1"
             assert [r.name for r in repo.log(f"beside-{name}")][-1] == "m"
-            with pytest.raises(ModelNotFound):
+            # What is not there may have been saved when the other one was away.
+            with pytest.raises(Unreachable, match=f"m@2 is not at .* {name} "):
                 repo.load("m@2")
             with pytest.raises(Unreachable, match=name):
                 repo.save(weights(4), "all@1", durability="replicated")
@@ -468,32 +467,3 @@ def test_a_closed_cluster_says_so_and_leaves_no_threads(pair: Cluster) -> None:
     assert not any(name.startswith("sapwood-p") for name in after - before)
     with pytest.raises(StoreError, match="closed"):
         repo.models()
-
-
-def test_a_forked_process_uses_connections_of_its_own(tmp_path: Path) -> None:
-    # The folders are of processes that outlive the fork; here only the client's side is looked at.
-    cluster = Cluster(2, root=tmp_path)
-    made: list[int] = []
-    connect = cluster.connect
-
-    def counted(member, epoch):  # type: ignore[no-untyped-def]
-        made.append(os.getpid())
-        return connect(member, epoch)
-
-    backend = ClusterBackend("cluster", cluster.members, counted)
-    repo = Repository(backend)
-    repo.save(weights(0, 40), "m@1")
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            good = same(repo.load("m"), weights(0, 40)) and made.count(os.getpid()) == 2
-            repo.close()
-            code = 0 if good else 2
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert same(repo.load("m"), weights(0, 40))
-    repo.close()
-    cluster.close()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +30,7 @@ from sapwood.store import open as open_repository
 from tests.repository.providers.served import TOKEN, Servers
 
 
-def weights(seed: int, count: int = 16, size: int = 3000) -> dict[str, torch.Tensor]:
+def weights(seed: int, count: int = 6, size: int = 3000) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
     return {f"w{n}": torch.randn(size + n, generator=made) for n in range(count)}
 
@@ -71,7 +74,7 @@ def working(
 
     def work() -> None:
         turn = 0
-        while not stop.is_set():
+        while not stop.wait(0.05) and turn < 60:
             turn += 1
             reference, seed = f"{name}@{turn}", hash((name, turn)) % 2**31
             try:
@@ -192,10 +195,6 @@ def test_a_stopped_provider_is_left_behind_after_the_timeout(twins: Servers) -> 
 
 
 def test_a_killed_client_leaves_nothing_half_saved(tmp_path: Path) -> None:
-    import os
-    import subprocess
-    import sys
-
     script = (
         "import sys, torch\n"
         "from sapwood.store import open\n"
@@ -250,7 +249,7 @@ def test_membership_by_command_while_clients_work(tmp_path: Path) -> None:
         found = json.loads(listed.stdout)
         assert [one["name"] for one in found["provider"]] == ["p1", "p2"]
         assert found["moving"] is False
-        assert all(one["versions"] for one in found["provider"])
+        assert all(one["tensors"] for one in found["provider"])
         check(servers, done)
 
 
@@ -275,6 +274,27 @@ def test_the_command_line_works_on_providers(tmp_path: Path) -> None:
         said = servers.command("members", "leave", "p9")
         assert said.returncode == 1
         assert "there are p0, p1" in said.stderr
+
+
+def test_a_forked_process_has_connections_of_its_own(tmp_path: Path) -> None:
+    with Servers(tmp_path, 2) as servers, servers.open() as repo:
+        repo.save(weights(0), "m@1")
+        opened = repo.open("m@1")
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                whole = same(repo.load("m"), weights(0))
+                part = torch.equal(opened["w1"][5:9], weights(0)["w1"][5:9])
+                repo.save(weights(1), "m@2")
+                repo.close()
+                code = 0 if whole and part else 2
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert same(repo.load("m@1"), weights(0))
+        assert same(repo.load("m@2"), weights(1))
 
 
 def test_who_has_no_right_token_or_address_is_told(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ _EXTRAS = {
     "web": ("starlette", "uvicorn"),
     "mpi": ("mpi4py", "mpich"),
     "mooncake": ("mooncake-transfer-engine-non-cuda",),
-    "web": ("starlette", "uvicorn"),
 }
 """Those of pyproject.toml that a user may want, and the packages of each."""
 _INSTEAD = {"mooncake-transfer-engine-non-cuda": "mooncake-transfer-engine"}

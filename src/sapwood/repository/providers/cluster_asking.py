@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
-from sapwood.errors import Damaged, ModelNotFound
+from sapwood.errors import Damaged, ModelNotFound, Unreachable
 from sapwood.repository.base import Kin, ModelRecord
 from sapwood.repository.names import Reference
 from sapwood.repository.providers.base import Member, Members, Provider
@@ -49,8 +49,8 @@ class Asking:
         They differ where one of them was away when a version was saved, or a tag moved to it.
 
         Raises:
-            ModelNotFound: no home has it.
-            Unreachable: no home answers that could have it.
+            ModelNotFound: no home has it, and all have answered.
+            Unreachable: a home that could have it does not answer, and no other has it.
         """
         return self._links.current(partial(self._head, reference, ask, record_of))
 
@@ -61,8 +61,8 @@ class Asking:
         record_of: Callable[[T], ModelRecord],
         members: Members,
     ) -> T:
-        groups = [homes(members, reference.name), homes_before(members, reference.name)]
-        where = [member for group in groups for member in group]
+        name = reference.name
+        where = [*homes(members, name), *homes_before(members, name)]
         where.sort(key=lambda member: self._links.link(member).down)
         found = self._links.each({where[0]: partial(_if_found, ask)})
         if (first := self._whole(found, reference, record_of)) is not None:
@@ -73,9 +73,11 @@ class Asking:
         there = [answer for answer, _ in found.got.values() if answer is not None]
         if there:
             return max(there, key=lambda answer: record_of(answer).id)
-        for group in groups:
-            if group and not any(member in found.got for member in group):
-                raise all_silent(found.silent.values())
+        if found.silent:  # it may have been saved when the others were away
+            raise Unreachable(
+                f"{reference} is not at the providers that answer, but may be at others: "
+                f"{all_silent(found.silent.values())}"
+            )
         raise next(error for _, error in found.got.values() if error is not None)
 
     def _whole(

@@ -47,7 +47,7 @@ class Link:
         self._lock = threading.Lock()
         self._provider: Provider | None = None
         self._closed = False
-        self._down_until = 0.0
+        self._down_until, self._why = 0.0, ""
         self._threads = ThreadPoolExecutor(_AT_ONCE, f"sapwood-{member.name}")
 
     @property
@@ -68,16 +68,21 @@ class Link:
         try:
             answer = ask(self._client())
         except Unreachable as error:
-            self.mark_down()
+            self.mark_down(str(error))
             raise unreachable(self.member, str(error)) from error
         self._down_until = 0.0
         return answer
 
-    def mark_down(self) -> None:
+    def mark_down(self, why: str) -> None:
         """It did not answer."""
         if not self._down_until:
-            log.warning("provider %s at %s does not answer", self.member.name, self.member.address)
-        self._down_until = time.monotonic() + _DOWN_SECONDS
+            log.warning("%s", unreachable(self.member, why))
+        self._down_until, self._why = time.monotonic() + _DOWN_SECONDS, why
+
+    @property
+    def trouble(self) -> Unreachable:
+        """Why it did not answer when it was asked last."""
+        return unreachable(self.member, self._why)
 
     def begin(self, ask: Callable[[Provider], T]) -> Future[T]:
         """Ask it, in a thread of its own."""
@@ -211,7 +216,7 @@ class Links:
         for member in calls:
             link = self.link(member)
             if link.down and self._members.replicas > 1:
-                answers.silent[member] = unreachable(member, "it did not a moment ago")
+                answers.silent[member] = link.trouble
             else:
                 links[member] = link
         if len(links) == 1 and seconds is None:
@@ -232,10 +237,8 @@ class Links:
         for link, future in futures.items():
             if future in late:
                 future.cancel()
-                link.mark_down()
-                answers.silent[link.member] = unreachable(
-                    link.member, f"nothing was heard for {seconds:g} s"
-                )
+                link.mark_down(f"nothing was heard for {seconds:g} s")
+                answers.silent[link.member] = link.trouble
                 continue
             error = future.exception()
             if error is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ class RemoteProvider:
         self._link = Link(address, token, name=name, timeout=timeout, tls=tls, local=local)
         self._staging = staging
         self._memory: HandoverPool | None = None
+        self._making = threading.Lock()
         self._pid = os.getpid()
 
     @property
@@ -182,11 +184,17 @@ class RemoteProvider:
 
     def _packed(self, starts: Sequence[int], buffers: Sequence[memoryview], nbytes: int) -> int:
         """Sealed memory with all of them; its descriptor."""
-        if self._memory is None or self._pid != os.getpid():
-            self._memory, self._pid = HandoverPool(policy=self._staging), os.getpid()
-        with self._memory.take(nbytes) as memory:
+        with self._pool().take(nbytes) as memory:
             copy_to(memory, starts, buffers)
             return memory.seal()
+
+    def _pool(self) -> HandoverPool:
+        if self._pid != os.getpid():  # a fork has none of its parent's, nor its locks
+            self._memory, self._making, self._pid = None, threading.Lock(), os.getpid()
+        with self._making:
+            if self._memory is None:
+                self._memory = HandoverPool(policy=self._staging)
+            return self._memory
 
     def read_part(self, version: VersionKey, ranges: Sequence[PartRange]) -> list[int]:
         """One request; bytes go straight into the buffers."""

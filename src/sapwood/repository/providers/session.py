@@ -51,6 +51,8 @@ _EVERYWHERE = "*"
 _MOST_KIN = 100_000
 _MOST_BEGUN = 10_000
 _LONGEST_PATTERN = 400
+_LARGE_BODY = 2**20
+_LARGE_BODIES = threading.BoundedSemaphore(16)
 T = TypeVar("T")
 Body = Sequence[bytes]
 
@@ -94,7 +96,7 @@ class Session:
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         try:
-            body = receive_body(self.connection, message, BODY_LIMIT)
+            body = self._body(message)
             op = text(message, "op")
             if self.client is None and op != "hello":
                 raise ChannelError("the first request is hello")
@@ -118,6 +120,18 @@ class Session:
                 error_to_json(StoreError("the provider failed; its log says more"))
             )
             raise
+
+    def _body(self, message: Mapping[str, Any]) -> list[bytes]:
+        nbytes = message.get("body")
+        if not isinstance(nbytes, int) or nbytes <= _LARGE_BODY:
+            return receive_body(self.connection, message, BODY_LIMIT)
+        # Clients together must not take more memory for requests than one machine has.
+        if not _LARGE_BODIES.acquire(timeout=self.connection.timeout):
+            raise ChannelError("too many large requests at once; try again")
+        try:
+            return receive_body(self.connection, message, BODY_LIMIT)
+        finally:
+            _LARGE_BODIES.release()
 
     def _check_epoch(self, message: Mapping[str, Any]) -> None:
         if message.get("epoch") is None:

@@ -36,7 +36,7 @@ __all__ = ["part_of", "part_to_body", "take_part"]
 _BLOCK = 4 * 2**20
 """Bytes on their way to a file: few enough that they stay in the processor's cache."""
 _LONG = 64 * 2**20
-"""From so many bytes on, publishing may take longer than a client waits for a sign of life."""
+"""From so many bytes on, to publish may take longer than a client waits for a sign of life."""
 
 
 def part_to_body(part: NewPart) -> tuple[bytes, list[Any]]:
@@ -98,7 +98,8 @@ def take_part(session: Session, message: Mapping[str, Any], body: Sequence[bytes
         def work() -> list[int]:
             return provider.parts_here.put(plan, write, promised)
 
-        return session.patiently(lambda _: work()) if plan.nbytes >= _LONG else work()
+        long = plan.nbytes >= _LONG or promised >= Durability.SYNCED
+        return session.patiently(lambda _: work()) if long else work()
 
     if not plan.wanted:
         _say(connection, "wanted", ())
@@ -141,14 +142,14 @@ def _take_bytes(connection: Connection, draft: Draft, plan: PartPlan) -> None:
     direct = getattr(draft, "direct", lambda: None)()
     _say(connection, "wanted", plan.wanted)
     if direct is not None:
-        connection.receive_into(direct)
+        connection.receive_scattered([direct])
         return
     block = memoryview(bytearray(min(_BLOCK, plan.nbytes)))
     left = plan.nbytes
     try:
         while left:
             some = block[: min(left, _BLOCK)]
-            connection.receive_into(some)
+            connection.receive_scattered([some])
             left -= len(some)
             draft.write(some)
     except StorageError:

@@ -53,8 +53,8 @@ __all__ = [
 ]
 
 PROTOCOL = "sapwood-provider/1"
-BODY_LIMIT = 256 * 2**20
-"""Bytes of a request's body: manifests and keys of some millions of tensors."""
+BODY_LIMIT = 64 * 2**20
+"""Bytes of a request's body: a manifest or keys of a million tensors."""
 ANSWER_LIMIT = 2**30
 """Bytes of an answer's message or body: lists of everything a provider has."""
 _COUNT = struct.Struct("<I")
