@@ -29,7 +29,7 @@ __all__ = ["Exchange", "Link", "split_address"]
 
 _FDS = 64
 """Descriptors that come with one answer; a provider opens no more packs for one."""
-_IDLE = 8
+_IDLE = 4
 _LOCAL_SECONDS = 5.0
 
 
@@ -219,6 +219,8 @@ class Link:
             connection.allow_fds(_FDS)
             connection.send({"op": "hello", "client": self._client})
             answer = connection.receive()
+            if "error" in answer and "text" not in answer:  # it has no room for another one
+                raise ChannelError(str(answer["error"]))
             if "error" in answer:
                 raise error_of(answer)
             if answer.get("protocol") != PROTOCOL:
