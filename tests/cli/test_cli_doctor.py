@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import tomllib
 from pathlib import Path
@@ -121,6 +122,15 @@ def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
     check = machine.runs_folder(tmp_path / "runs")
     assert check.state == "problem"
     assert "Permission denied" in check.found
+
+
+def test_a_full_disk_below_the_folder_for_runs_is_a_problem(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    for free, state in ((0, "problem"), (64 << 20, "note"), (8 << 30, "ok")):
+        monkeypatch.setattr(
+            machine.shutil, "disk_usage", lambda _, free=free: usage._replace(free=free)
+        )
+        assert machine.runs_folder(tmp_path / "runs").state == state
 
 
 def test_missing_extras_come_with_the_command(monkeypatch):

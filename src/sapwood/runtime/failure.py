@@ -38,6 +38,7 @@ class FailureBoard:
         self._store = store
         self._rank = rank
         self._aware = False
+        self._lost: PeerFailed | None = None
         self.posted = False
         """Whether this rank has told of a failure."""
         self.uncaught: BaseException | None = None
@@ -63,15 +64,32 @@ class FailureBoard:
         except Exception:  # the store may be what failed; the caller has an error of its own
             return
 
+    def lose(self, rank: int, reason: str) -> None:
+        """Remember a rank that was killed: it leaves no word, and whoever waits for it must know.
+
+        Any thread may call it; the store is not asked.
+        """
+        if self._lost is None:
+            message = f"lost rank {rank}: it died or was killed ({reason})"
+            self._lost = PeerFailed(message, rank=rank)
+
+    def pass_on(self, failure: PeerFailed) -> None:
+        """Tell ranks of other machines what only this one can have noticed. Never raises."""
+        if failure is self._lost:
+            self.post(str(failure), own=False)
+
     def read(self, step: int) -> PeerFailed | None:
-        """The group's first failure, or a rank that left before ``step``; nothing of one's own."""
+        """The group's first failure, a rank that left before ``step``, or a rank that was lost.
+
+        Nothing of one's own.
+        """
         try:
             failed = self._entry(self._KEY)
             left = self._entry(self._LEFT)
             if failed is not None:
                 self._count_me()
         except DeadlineError:
-            return None
+            return self._lost
         except Exception as error:
             return PeerFailed(
                 f"the group's store is gone ({error}); the process that hosted it, rank 0 or the "
@@ -85,7 +103,7 @@ class FailureBoard:
                 "same number of batches",
                 rank=left["rank"],
             )
-        return None
+        return self._lost
 
     def linger(self, world: int, seconds: float) -> None:
         """Wait until all ranks know of the failure. Never raises, never takes longer."""

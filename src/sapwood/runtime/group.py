@@ -291,6 +291,7 @@ class Group:
         """Raise if a peer has left word of its failure."""
         failure = self.board.read(self.step)
         if failure is not None:
+            self.board.pass_on(failure)
             raise self._conclude(f"while {what}: {failure}", failure.rank)
 
     def explain(self, what: str, error: Exception) -> SapwoodError:
@@ -303,6 +304,7 @@ class Group:
         while True:
             failure = self.board.read(self.step)
             if failure is not None:
+                self.board.pass_on(failure)
                 return self._conclude(f"while {what}: {failure}", failure.rank)
             if time.monotonic() >= deadline:
                 break

@@ -14,6 +14,8 @@ from sapwood.errors import LaunchError
 
 __all__ = ["MACHINE"]
 
+_LITTLE_ROOM = 256 << 20
+"""Bytes free where runs go: less is soon used up by traces, and by checkpoints beside them."""
 _GIB = 2**30
 _SMALL_SHM = 256 * 2**20
 _SMALL_MEMORY = 2 * _GIB
@@ -183,7 +185,15 @@ def runs_folder(folder: Path) -> Check:
     except OSError as error:
         remedy = f"give Run(folder=...) a folder you may write to, or change who owns {place}"
         return problem("runs folder", f"cannot write in {place}: {error.strerror}", remedy)
-    return ok("runs folder", f"{folder} can be written; {free / _GIB:.1f} GiB free")
+    found = f"{folder} can be written; {free / _GIB:.1f} GiB free"
+    if free < _LITTLE_ROOM:
+        remedy = f"make room on the disk of {place}, or give Run(folder=...) a folder elsewhere"
+        return (
+            problem("runs folder", found, remedy)
+            if not free
+            else note("runs folder", found, remedy)
+        )
+    return ok("runs folder", found)
 
 
 MACHINE = (

@@ -237,6 +237,9 @@ class NodeAverager:
             pending.done.set()
 
     def _lost(self, rank: int, error: Exception) -> None:
+        if not self._trying:
+            # It may be missed elsewhere than in a bucket: while a restore or a stop is agreed on.
+            self._group.board.lose(rank, str(error))
         self._fail(error)
 
     def _failed_here(self, error: Exception) -> None:
