@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 
 from sapwood.report.store import Serving
 from sapwood.store import Repository
+from sapwood.store.stored import StoredModel
 from tests.report.store.conftest import TOKEN
 from tests.report.store.test_versions import record
 
@@ -124,16 +127,14 @@ def test_two_versions_are_chosen_and_compared(
 def test_a_comparison_shows_how_far_it_is_and_can_be_left(
     repo: Repository, serving: Serving, page: playwright.Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import time
-
-    from sapwood.store.stored import StoredModel
-
-    blocks, read = StoredModel.blocks, []
+    blocks, read, seen = StoredModel.blocks, [], threading.Event()
 
     def slow(self: StoredModel, row: object) -> Iterator[memoryview]:
         for block in blocks(self, row):  # type: ignore[arg-type]
             read.append(len(block))
             time.sleep(0.1)
+            if len(read) > 4:
+                seen.wait(20)
             yield block
 
     monkeypatch.setattr(StoredModel, "blocks", slow)
@@ -144,10 +145,12 @@ def test_a_comparison_shows_how_far_it_is_and_can_be_left(
     expect(page.locator("main")).to_contain_text("of 80.0 MB")
     page.get_by_role("button", name="Cancel").click()
     expect(page.locator("main")).to_contain_text("Cancelled.")
-    page.wait_for_timeout(600)
-    before = len(read)
-    page.wait_for_timeout(600)
-    assert len(read) == before
+    seen.set()
+    before = 0
+    while before != len(read):
+        before = len(read)
+        page.wait_for_timeout(600)
+    assert before < 40  # 20 blocks of each
 
 
 def test_what_others_named_is_shown_as_text(
