@@ -21,6 +21,7 @@ from sapwood.errors import (
     ModelNotFound,
     StoreError,
 )
+from sapwood.repository.base import Merging
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
 from tests.repository.providers.clusters import Cluster
@@ -489,6 +490,9 @@ def test_a_repository_says_which_tensors_are_equal(repo: Repository) -> None:
     repo.flush()
     blobs = [repo.open(name).manifest.blobs for name in ("m@1", "other@1")]
     found = repo.canonical([*blobs[0], *blobs[1]])
+    if not isinstance(repo._backend, Merging):
+        assert found is None
+        return
     assert found is not None
     assert len(found) == 3  # a tensor without elements has no bytes to compare
     assert found[blobs[0][0]] == found[blobs[1][0]] != found[blobs[1][1]]

@@ -584,8 +584,7 @@ class Layerwise:
             yield
         except BaseException as error:
             if self._phase is not _Phase.BROKEN:
-                self._cause = f"{type(error).__name__}: {error}"
-                self._phase = _Phase.BROKEN
+                self._phase, self._cause = _Phase.BROKEN, f"{type(error).__name__}: {error}"
                 self._tell_peers(error)
             raise
 
