@@ -344,6 +344,7 @@ def as_version_2(place: Path) -> None:
         db.execute("DROP INDEX blob_by_base")
         db.execute("ALTER TABLE blob DROP COLUMN base")
         db.execute("ALTER TABLE blob DROP COLUMN stored")
+        db.execute("ALTER TABLE pack DROP COLUMN synced")
         db.execute("PRAGMA user_version=2")
         db.commit()
 

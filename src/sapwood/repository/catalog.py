@@ -65,6 +65,8 @@ class NewPack:
     nbytes: int
     blobs: Sequence[tuple[int, int]]
     """Start and size of each."""
+    synced: bool = False
+    """Whether it would survive a power cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +262,30 @@ class Catalog:
             if not gone:
                 raise ModelNotFound(f"{name} has no tag {tag!r}")
 
+    # -- what a power cut leaves -------------------------------------------------------------
+
+    def unsynced(self, blobs: Iterable[int]) -> list[str]:
+        """The packs that these blobs need, also through others, and that a power cut could take."""
+        with self._database.reading() as db:
+            return self._unsynced(db, blobs)
+
+    def synced(self, packs: Iterable[str]) -> None:
+        """Note that packs would survive a power cut."""
+        with self._database.writing() as db:
+            change = "UPDATE pack SET synced = 1 WHERE key = ?"
+            db.executemany(change, [(key,) for key in packs])
+
+    def _unsynced(self, db: sqlite3.Connection, blobs: Iterable[int]) -> list[str]:
+        query = (
+            "WITH RECURSIVE needed(id) AS (SELECT value FROM json_each(?) UNION"
+            " SELECT same_as FROM blob JOIN needed USING (id) WHERE same_as IS NOT NULL UNION"
+            " SELECT base FROM blob JOIN needed USING (id) WHERE base IS NOT NULL) "
+            "SELECT DISTINCT pack.key FROM needed JOIN blob USING (id) "
+            "JOIN pack ON pack.id = blob.pack WHERE NOT pack.synced"
+        )
+        rows = db.execute(query, (json.dumps(sorted(set(blobs))),))
+        return [key for (key,) in rows]
+
     # -- equal tensors -----------------------------------------------------------------------
 
     def unhashed(self, limit: int = 1000) -> list[Place]:
@@ -272,22 +298,29 @@ class Catalog:
         with self._database.reading() as db:
             return [Place(*row) for row in db.execute(query, (limit,))]
 
-    def hashed(self, found: Sequence[tuple[int, bytes, bytes]]) -> int:
+    def hashed(self, found: Sequence[tuple[int, bytes, bytes]]) -> list[str]:
         """Note the digests and fast checksums of blobs, and merge those that are equal.
 
-        How many bytes that has freed. A blob that was removed meanwhile is passed over.
+        A blob that was removed meanwhile is passed over. So is one that would survive a power cut,
+        and whose equal would not: the packs are returned that must be synced before.
         """
-        freed = 0
+        packs: dict[str, None] = {}
         with self._database.writing() as db:
             for blob, digest, mark in found:
-                freed += self._note_digest(db, blob, digest, mark)
-        return freed
+                packs.update(dict.fromkeys(self._note_digest(db, blob, digest, mark)))
+        return list(packs)
 
-    def _note_digest(self, db: sqlite3.Connection, blob: int, digest: bytes, mark: bytes) -> int:
-        row = one(db, "SELECT nbytes, pack FROM blob WHERE id = ? AND same_as IS NULL", (blob,))
+    def _note_digest(
+        self, db: sqlite3.Connection, blob: int, digest: bytes, mark: bytes
+    ) -> list[str]:
+        query = (
+            "SELECT blob.nbytes, pack.id, synced FROM blob JOIN pack ON pack.id = blob.pack "
+            "WHERE blob.id = ? AND same_as IS NULL"
+        )
+        row = one(db, query, (blob,))
         if row is None:
-            return 0
-        nbytes, pack = row
+            return []
+        nbytes, pack, synced = row
         query = (
             "SELECT id FROM blob WHERE digest = ? AND nbytes = ? AND same_as IS NULL AND id != ?"
         )
@@ -295,7 +328,9 @@ class Catalog:
         if other is None:
             change = "UPDATE blob SET digest = ?, mark = ? WHERE id = ?"
             db.execute(change, (digest, mark, blob))
-            return 0
+            return []
+        if synced and (packs := self._unsynced(db, other)):
+            return packs
         change = (
             "UPDATE blob SET digest = ?, mark = ?, same_as = ?, pack = NULL, start = NULL "
             "WHERE id = ?"
@@ -303,7 +338,7 @@ class Catalog:
         db.execute(change, (digest, mark, other[0], blob))
         db.execute("UPDATE blob SET refs = refs + 1 WHERE id = ?", other)
         db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))
-        return int(nbytes)
+        return []
 
     # -- packs -------------------------------------------------------------------------------
 
@@ -354,13 +389,16 @@ class Catalog:
         return problems
 
     def drop_dead_packs(self) -> list[PackRow]:
-        """Forget the packs in which nothing is in use; their objects are the caller's to remove."""
-        with self._database.writing() as db:
+        """Forget the packs in which nothing is in use; their objects are the caller's to remove.
+
+        A power cut does not undo that: versions whose packs are gone would come back.
+        """
+        with self._database.writing(synced=True) as db:
             rows = db.execute("SELECT id, key, nbytes, live FROM pack WHERE live = 0").fetchall()
             db.executemany("DELETE FROM pack WHERE id = ?", [(row[0],) for row in rows])
             return [PackRow(*row) for row in rows]
 
-    def move(self, old: int, key: str, nbytes: int, starts: Mapping[int, int]) -> bool:
+    def move(self, old: int, pack: NewPack, starts: Mapping[int, int]) -> bool:
         """Note that the blobs of a pack lie in a new one; False if all were removed meanwhile."""
         with self._database.writing() as db:
             mine = {row[0] for row in db.execute("SELECT id FROM blob WHERE pack = ?", (old,))}
@@ -372,8 +410,8 @@ class Catalog:
                 "WHERE id IN (SELECT value FROM json_each(?))"
             )
             live = one(db, size, (json.dumps(sorted(moving)),))[0]
-            insert = "INSERT INTO pack (key, nbytes, live) VALUES (?, ?, ?)"
-            new = db.execute(insert, (key, nbytes, live)).lastrowid
+            insert = "INSERT INTO pack (key, nbytes, live, synced) VALUES (?, ?, ?, ?)"
+            new = db.execute(insert, (pack.key, pack.nbytes, live, pack.synced)).lastrowid
             db.executemany(
                 "UPDATE blob SET pack = ?, start = ? WHERE id = ?",
                 [(new, starts[blob], blob) for blob in sorted(moving)],
@@ -534,7 +572,8 @@ class Catalog:
         """The number of the first of its blobs; the others follow. ``refs`` are by their places."""
         live = sum(nbytes for _, nbytes in pack.blobs)
         cursor = db.execute(
-            "INSERT INTO pack (key, nbytes, live) VALUES (?, ?, ?)", (pack.key, pack.nbytes, live)
+            "INSERT INTO pack (key, nbytes, live, synced) VALUES (?, ?, ?, ?)",
+            (pack.key, pack.nbytes, live, pack.synced),
         )
         id = cursor.lastrowid
         # As SQLite would number them, which never gives a number twice.

@@ -7,6 +7,7 @@ leaves a pack that no catalog knows, which ``gc`` removes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from sapwood.repository.catalog import Catalog, NewPack, Place
 from sapwood.repository.cold import ColdReader, Cooled, cool
 from sapwood.repository.database import Database
 from sapwood.repository.manifest import Manifest
-from sapwood.repository.merging import Merger
+from sapwood.repository.merging import Merger, harden
 from sapwood.repository.names import Reference, is_hidden
 from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.repository.sweeping import Swept, reclaim, sweep
@@ -101,7 +102,15 @@ class LocalBackend:
             Gone: something it was to share with others was removed.
         """
         try:
+            if synced:
+                shared = [blob for blob in model.manifest.blobs if blob >= 0]
+                harden(self.catalog, self.keeper, self.catalog.unsynced(shared))
+                pack = None if pack is None else replace(pack, synced=True)
             record = self.catalog.add(model, pack, synced=synced)
+        except NotFound as error:
+            if pack is not None:
+                self.keeper.remove([pack.key])
+            raise Gone(f"{self.name}: {error}; gc has moved it") from error
         except BaseException:
             if pack is not None:
                 self.keeper.remove([pack.key])

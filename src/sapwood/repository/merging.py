@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sapwood.errors import NotFound, SapwoodError
 from sapwood.repository.catalog import Catalog, Place
 from sapwood.storage import Keeper, Wanted
+from sapwood.storage.base import Hardening
 
-__all__ = ["Merger", "digest_of", "mark_of"]
+__all__ = ["Merger", "digest_of", "harden", "mark_of"]
 
 log = logging.getLogger(__name__)
 _BATCH = 64
@@ -34,6 +35,7 @@ class Merger:
         self._again = False
         self._closed = False
         self._missed: set[Place] = set()
+        self._gone: set[str] = set()
 
     def wake(self) -> None:
         """There is something to hash."""
@@ -62,13 +64,24 @@ class Merger:
         try:
             while self._goes_on():
                 self._missed.clear()
+                self._gone.clear()
                 batch = self._catalog.unhashed(_BATCH)
                 while batch and not self._closed:
-                    self._catalog.hashed(self._hash(batch))
+                    self._note(self._hash(batch))
                     batch = self._catalog.unhashed(_BATCH)
         except SapwoodError as error:
             # What is not merged takes room and is as right; the next process tries again.
             log.warning("equal tensors are not merged for now: %s", error)
+
+    def _note(self, found: list[tuple[int, bytes, bytes]]) -> None:
+        while packs := self._catalog.hashed(found):
+            try:
+                harden(self._catalog, self._keeper, packs)
+            except NotFound:  # moved by gc meanwhile, or missing if it is so again
+                if self._gone.intersection(packs):
+                    raise
+                self._gone.update(packs)
+                return
 
     def _goes_on(self) -> bool:
         with self._lock:
@@ -101,6 +114,19 @@ class Merger:
             strong.update(part)
             fast.update(part)
         return strong.digest(), fast.digest()
+
+
+def harden(catalog: Catalog, keeper: Keeper, packs: Sequence[str]) -> None:
+    """Make packs survive a power cut.
+
+    Raises:
+        NotFound: one of them is not there any more.
+    """
+    if not packs:
+        return
+    if isinstance(keeper, Hardening):
+        keeper.harden(packs)
+    catalog.synced(packs)
 
 
 def digest_of(data: Any) -> bytes:

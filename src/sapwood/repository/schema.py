@@ -14,7 +14,8 @@ it takes ``stored`` bytes there. A base is never merged into another blob any mo
 digest; so bases never lead in a circle.
 
 ``blob.refs`` counts the manifests that refer to a blob, and the blobs that are the same as it, or
-have it as their base. ``pack.live`` counts the bytes that blobs take in it.
+have it as their base. ``pack.live`` counts the bytes that blobs take in it. ``pack.synced`` says
+that it would survive a power cut, as every pack must that a version needs which was saved so.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ CREATE TABLE pack (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     key TEXT NOT NULL UNIQUE,
     nbytes INTEGER NOT NULL,
-    live INTEGER NOT NULL
+    live INTEGER NOT NULL,
+    synced INTEGER NOT NULL DEFAULT 0
 );
 
 CREATE TABLE blob (
@@ -97,6 +99,7 @@ CREATE INDEX blob_by_base ON blob (base) WHERE base IS NOT NULL;
 
 MIGRATIONS = {
     2: """
+ALTER TABLE pack ADD COLUMN synced INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE blob ADD COLUMN stored INTEGER;
 ALTER TABLE blob ADD COLUMN base INTEGER REFERENCES blob(id);
 CREATE INDEX blob_by_base ON blob (base) WHERE base IS NOT NULL;

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sapwood.errors import NotFound
-from sapwood.repository.catalog import Catalog, PackRow
+from sapwood.repository.catalog import Catalog, NewPack, PackRow
 from sapwood.repository.packs import FOLDER, lay_out, new_key, pieces
-from sapwood.storage import Keeper, Wanted
+from sapwood.storage import Durability, Keeper, Wanted
 from sapwood.storage.base import QUIET_SECONDS
 
 __all__ = ["Swept", "reclaim", "sweep"]
@@ -86,7 +86,9 @@ def _write_anew(catalog: Catalog, keeper: Keeper, row: PackRow) -> int:
     if nbytes >= row.nbytes:
         return 0
     key = new_key()
-    with keeper.begin(key, nbytes) as draft:
+    # Versions that survive a power cut may need it, and what it comes from is about to go.
+    durability = min(Durability.SYNCED, keeper.durability)
+    with keeper.begin(key, nbytes, durability=durability) as draft:
         blobs = []
         for place in places:
             blob = memoryview(bytearray(place.packed))
@@ -98,7 +100,7 @@ def _write_anew(catalog: Catalog, keeper: Keeper, row: PackRow) -> int:
         draft.write_parts(pieces(starts, blobs))
         draft.publish()
     found = {place.blob: start for place, start in zip(places, starts, strict=True)}
-    if not catalog.move(row.id, key, nbytes, found):
+    if not catalog.move(row.id, NewPack(key=key, nbytes=nbytes, blobs=(), synced=True), found):
         keeper.remove([key])
         return 0
     return nbytes

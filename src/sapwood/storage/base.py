@@ -305,6 +305,19 @@ class Shareable(Protocol):
 
 
 @runtime_checkable
+class Hardening(Protocol):
+    """A keeper that can make objects outlive a power cut after they were published."""
+
+    def harden(self, keys: Iterable[str]) -> None:
+        """Return when these objects are on the device.
+
+        Raises:
+            NotFound: one of them is not there.
+        """
+        ...
+
+
+@runtime_checkable
 class Linkable(Protocol):
     """A keeper that gives bytes a second key without moving them; each can be removed by itself."""
 

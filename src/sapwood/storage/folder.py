@@ -145,6 +145,14 @@ class FolderKeeper(CommonKeeper):
         """
         self.files.make_folder(self.folder / DRAFTS)
 
+    def harden(self, keys: Iterable[str]) -> None:
+        """Sync files, and the folders they are in."""
+        for key in map(checked_key, keys):
+            path = self.path(key)
+            with self._errors("sync", path):
+                self._sync(key)
+                self.sync_above(path)
+
     def _sync(self, key: str) -> None:
         fd = self._opened(key)
         try:

@@ -18,7 +18,7 @@ from sapwood.repository.cold.form import encode, needs_zstd
 from sapwood.repository.cold.pairs import BlobPair, ColdBlob, cool_blobs, pairs_worth
 from sapwood.repository.cold.reading import ColdReader
 from sapwood.repository.manifest import Manifest, nbytes_of
-from sapwood.repository.merging import digest_of
+from sapwood.repository.merging import digest_of, harden
 from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.storage import Durability, Keeper
 
@@ -71,7 +71,6 @@ def cool(
     record: ModelRecord,
     *,
     chain: int = CHAIN,
-    durability: Durability = Durability.SYNCED,
     said: Callable[[str], None] = lambda _: None,
 ) -> Cooled:
     """Do it for one version; every blob must have a digest by now."""
@@ -85,7 +84,7 @@ def cool(
     said(f"{record.reference}: comparing {len(pairs)} tensors with {ancestor.reference}")
     found = Cooled(versions=1)
     for some in _batches(pairs):
-        found += _cool(catalog, keeper, some, chain, durability)
+        found += _cool(catalog, keeper, some, chain)
     return found
 
 
@@ -136,7 +135,6 @@ def _cool(
     keeper: Keeper,
     pairs: Sequence[BlobPair],
     chain: int,
-    durability: Durability,
 ) -> Cooled:
     reader = ColdReader(catalog, keeper)
     forms: list[tuple[BlobPair, bytes]] = []
@@ -153,7 +151,8 @@ def _cool(
         return Cooled(kept=len(pairs))
     starts, nbytes = lay_out([len(form) for _, form in forms])
     key = new_key()
-    with keeper.begin(key, nbytes, durability=min(durability, keeper.durability)) as draft:
+    durability = min(Durability.SYNCED, keeper.durability)
+    with keeper.begin(key, nbytes, durability=durability) as draft:
         draft.write_parts(pieces(starts, [memoryview(form) for _, form in forms]))
         draft.publish()
     blobs = [
@@ -162,7 +161,9 @@ def _cool(
     ]
     try:
         _verify(reader, key, blobs, {pair.blob: pair.digest for pair, _ in forms})
-        done = cool_blobs(catalog, NewPack(key=key, nbytes=nbytes, blobs=()), blobs, chain)
+        harden(catalog, keeper, catalog.unsynced(pair.base for pair, _ in forms))
+        pack = NewPack(key=key, nbytes=nbytes, blobs=(), synced=True)
+        done = cool_blobs(catalog, pack, blobs, chain)
     except BaseException:
         keeper.remove([key])
         raise

@@ -108,8 +108,8 @@ def cool_blobs(
     """
     done = []
     with catalog.database.writing(synced=True) as db:
-        insert = "INSERT INTO pack (key, nbytes, live) VALUES (?, ?, 0)"
-        new = db.execute(insert, (pack.key, pack.nbytes)).lastrowid
+        insert = "INSERT INTO pack (key, nbytes, live, synced) VALUES (?, ?, 0, ?)"
+        new = db.execute(insert, (pack.key, pack.nbytes, pack.synced)).lastrowid
         for each in blobs:
             if _cool(db, each, int(new or 0), chain):
                 done.append(each)

@@ -156,7 +156,9 @@ class Journal:
 
     def _put(self, key: str, content: bytes, durability: Durability | None) -> None:
         try:
-            self._keeper.put(key, [content], durability=durability)
+            # Later events count only as long as all earlier ones are there.
+            safest = max(durability or 0, min(Durability.SYNCED, self._keeper.durability))
+            self._keeper.put(key, [content], durability=Durability(safest))
         except StorageError as error:
             # It may be there all the same: the answer got lost, and a second try found the first.
             found = b""

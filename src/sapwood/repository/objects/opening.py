@@ -7,7 +7,7 @@ from collections.abc import Callable
 from sapwood.errors import AlreadyThere, ConfigError, NotFound, StoreError
 from sapwood.repository.objects.backend import ObjectBackend
 from sapwood.repository.objects.layout import FORMAT, MARKER, framed_json, parse_json
-from sapwood.storage import Keeper
+from sapwood.storage import Durability, Keeper
 
 __all__ = ["is_repository", "open_objects"]
 
@@ -35,7 +35,8 @@ def open_objects(
                 f"{name} holds something else; name a place that is empty or not there"
             )
         try:
-            keeper.put(MARKER, [framed_json(_KIND, {"format": FORMAT})])
+            safest = min(Durability.SYNCED, keeper.durability)
+            keeper.put(MARKER, [framed_json(_KIND, {"format": FORMAT})], durability=safest)
         except AlreadyThere:
             _check(keeper, name)  # somebody else has made it just now
     return ObjectBackend(name, keeper, reopen=reopen)

@@ -32,6 +32,7 @@ from sapwood.repository.objects.layout import (
 )
 from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.storage import Durability, Keeper
+from sapwood.storage.base import Hardening
 
 __all__ = [
     "LEASE_KIND",
@@ -190,6 +191,8 @@ def write(keeper: Keeper, todo: Plan, shared: set[str], durability: Durability) 
         rows=head.rows,
     )
     try:
+        if durability >= Durability.SYNCED and isinstance(keeper, Hardening):
+            keeper.harden({row.pack for row in rows.values()} - {pack})
         if pack is not None:
             with keeper.begin(pack, nbytes, durability=durability) as draft:
                 draft.write_parts(pieces(starts, [one.data for one in new]))

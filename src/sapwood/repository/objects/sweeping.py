@@ -38,7 +38,7 @@ from sapwood.repository.objects.survey import Survey, Surveyor
 from sapwood.repository.objects.view import View
 from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.repository.sweeping import Swept
-from sapwood.storage import Entry, Keeper, Wanted
+from sapwood.storage import Durability, Entry, Keeper, Wanted
 from sapwood.storage.base import QUIET_SECONDS
 
 __all__ = ["Sweep"]
@@ -69,6 +69,8 @@ class Sweep:
         self._quiet, self._said = quiet, said
         self._token = new_token()
         self._written = 0
+        # Versions that survive a power cut may need it, and what it comes from is about to go.
+        self._safest = min(Durability.SYNCED, keeper.durability)
 
     def run(self) -> Swept:
         """Do it.
@@ -106,7 +108,10 @@ class Sweep:
             for pack in [*gone, *(pack for pack in first.moved if pack not in first.packs)]:
                 table = {d: spots[d] for d in first.through.get(pack, ())}
                 if table and table != first.moved.get(pack):
-                    self._keeper.put(moved_key(pack), [encode_moved(pack, table)], replace=True)
+                    moved = encode_moved(pack, table)
+                    self._keeper.put(
+                        moved_key(pack), [moved], replace=True, durability=self._safest
+                    )
             dead = [pack for pack in first.packs if self._is_dead(first, pack, now)]
             removed, last = self._remove([*gone, *dead], first, now)
         self._clear(heads, last, removed, now)
@@ -152,7 +157,7 @@ class Sweep:
         """Copy what is needed of a pack to another one; where it is then."""
         order = sorted((s[1], d) for d, s in found.spots.items() if s[0] == old)
         starts, nbytes = lay_out([found.sizes[digest] for _, digest in order])
-        with self._keeper.begin(key, nbytes) as draft:
+        with self._keeper.begin(key, nbytes, durability=self._safest) as draft:
             at = 0
             for (start, digest), new in zip(order, starts, strict=True):
                 blob = memoryview(bytearray(found.sizes[digest]))
