@@ -23,6 +23,7 @@ from sapwood.errors import (
 )
 from sapwood.repository.base import BlobPart
 from sapwood.repository.names import parse
+from sapwood.repository.objects import backend as backends
 from sapwood.repository.objects import saving
 from sapwood.repository.objects.backend import ObjectBackend
 from sapwood.repository.objects.blobs import decode_moved, encode_moved
@@ -315,6 +316,26 @@ def test_a_pack_that_was_removed_meanwhile_is_not_shared(backend: ObjectBackend)
     assert keys(backend, "packs") == []
     save(backend, "a@2", {"t": data})
     assert read_all(again(backend), "a@2") == {"t": data}
+
+
+def test_a_save_that_was_given_up_is_made_again(
+    backend: ObjectBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suspended between its bytes and its event, while a gc that waits for nobody goes by."""
+    monkeypatch.setattr(backends, "_LONG", 0.0)
+    other, real, swept = again(backend), backend.keeper.put, []
+
+    def late(key: str, *args: Any, **options: Any) -> None:
+        if key.startswith("log/") and not swept:
+            swept.append(gc(other).packs)
+        real(key, *args, **options)
+
+    monkeypatch.setattr(backend.keeper, "put", late)
+    record = save(backend, "a", {"t": content(1, 1000)}, tags=["best"])
+    assert swept == [1]
+    assert references(other) == [f"a@{record.version}"]
+    assert read_all(again(backend), "a@best") == {"t": content(1, 1000)}
+    assert problems_of(backend) == []
 
 
 def test_a_saver_that_shares_between_the_looks_of_gc_keeps_its_pack(
