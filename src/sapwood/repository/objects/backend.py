@@ -15,6 +15,7 @@ from sapwood.errors import (
     Damaged,
     Gone,
     ModelNotFound,
+    NoRoom,
     NotFound,
     StoreError,
 )
@@ -137,6 +138,10 @@ class ObjectBackend:
             except StoreError:  # and no StorageError, after which it may be there all the same
                 forget(keeper, made)
                 raise
+            except NoRoom:  # the place is full: of all times, nothing may be left now
+                if not self._happened(model.name, made):
+                    forget(keeper, made)
+                raise
             if time.clock_gettime(time.CLOCK_BOOTTIME) - began > _LONG:
                 self._check_late(event["id"], model.name, made)
         record = self.view.by_id(event["id"], model.name)
@@ -144,6 +149,11 @@ class ObjectBackend:
             self.blobs.number(row, (record.id, str(record.reference)))
         self.view.add_configs(model.configs)
         return record
+
+    def _happened(self, name: str, made: Written) -> bool:
+        """Whether the event of a save is there, although its put has failed."""
+        self.journal.sync(name)
+        return any(saved.head == made.head for saved in list(self.view.saved.values()))
 
     def _check_late(self, id: int, name: str, made: Written) -> None:
         """See that no gc has given up a save that took so long, or was suspended.
