@@ -148,4 +148,4 @@ class Both(RuleBasedStateMachine):
 
 
 TestBoth = Both.TestCase
-TestBoth.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestBoth.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)

@@ -474,3 +474,20 @@ def test_a_closed_repository_says_so(folder: Path) -> None:
     repo.close()
     with pytest.raises(StoreError, match="closed"):
         repo.models()
+
+
+def test_one_tensor_that_is_missing_does_not_keep_others_from_being_merged(folder: Path) -> None:
+    with open_repository(folder) as repo:
+        merger = repo._backend._merger  # type: ignore[attr-defined]
+        wake, merger.wake = merger.wake, lambda: None
+        repo.save({"w": torch.arange(5000.0)}, "a@1")
+        (first,) = packs(folder)
+        for name in ("b@1", "c@1"):
+            repo.save({"w": torch.arange(3000.0)}, name)
+        first.unlink()
+        merger.wake = wake
+        repo.flush()
+        assert len(repo._backend.catalog.unhashed()) == 1  # type: ignore[attr-defined]
+        found = repo.verify()
+        assert found.unhashed == 1
+        assert found.blobs == 2

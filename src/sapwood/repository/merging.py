@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from sapwood.errors import SapwoodError
+from sapwood.errors import NotFound, SapwoodError
 from sapwood.repository.catalog import Catalog, Place
 from sapwood.storage import Keeper, Wanted
 
@@ -62,7 +62,11 @@ class Merger:
             while self._goes_on():
                 batch = self._catalog.unhashed(_BATCH)
                 while batch and not self._closed:
-                    self._catalog.hashed(self._hash(batch))
+                    found = self._hash(batch)
+                    if not found and not self._closed:
+                        log.warning("%d tensors cannot be hashed: they are not there", len(batch))
+                        break
+                    self._catalog.hashed(found)
                     batch = self._catalog.unhashed(_BATCH)
         except SapwoodError as error:
             # What is not merged takes room and is as right; the next process tries again.
@@ -84,10 +88,14 @@ class Merger:
             block = memoryview(bytearray(min(place.nbytes, _BLOCK)))
             for at in range(0, place.nbytes, _BLOCK):
                 part = block[: min(_BLOCK, place.nbytes - at)]
-                self._keeper.read([Wanted(place.pack, place.start + at, part)])
+                try:
+                    self._keeper.read([Wanted(place.pack, place.start + at, part)])
+                except NotFound:
+                    break  # gc has moved or removed it: the next look at the catalog tells
                 strong.update(part)
                 fast.update(part)
-            found.append((place.blob, strong.digest(), fast.digest()))
+            else:
+                found.append((place.blob, strong.digest(), fast.digest()))
         return found
 
 
