@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,14 @@ from sapwood.errors import (
     Damaged,
     ModelExists,
     ModelNotFound,
+    NoRoom,
     NotFound,
     StoreError,
     Unreachable,
 )
 from sapwood.repository.base import BlobPart
 from sapwood.repository.names import parse
+from sapwood.repository.objects import backend as backends
 from sapwood.repository.objects import saving
 from sapwood.repository.objects.backend import ObjectBackend
 from sapwood.repository.objects.blobs import decode_moved, encode_moved
@@ -33,7 +38,7 @@ from sapwood.repository.objects.saving import LEASE_KIND, leased
 from sapwood.storage import Durability, Keeper, open_keeper
 from sapwood.storage.folder import FolderKeeper
 from sapwood.storage.memory import MemoryKeeper
-from sapwood.testing import seaweed
+from sapwood.testing import ranks, seaweed
 from sapwood.testing.repository.common import (
     content,
     gc,
@@ -230,6 +235,84 @@ def test_another_writer_comes_first_and_the_number_is_the_next(
     assert gc(backend).packs == 0, "the bytes of the save that lost are gone at once"
 
 
+STEPS = [
+    *((step, False) for step in ("packs", "heads", "layers", "log", "leases")),
+    *((step, True) for step in ("packs", "log")),
+]
+
+
+def dies(folder: str, step: str, after: bool) -> None:
+    """Save, and be killed at one of the things that are written."""
+    keeper = FolderKeeper(Path(folder))
+    with opened(keeper) as backend:
+        begin = keeper._begin
+
+        def fatal(key: str, *args: Any, **options: Any) -> Any:
+            draft = begin(key, *args, **options)
+            if key.startswith(step):
+                if after:
+                    draft.publish = lambda: (type(draft).publish(draft), kill())  # type: ignore
+                else:
+                    kill()
+            return draft
+
+        backend.manifest(parse("parent@1"))
+        keeper._begin = fatal  # type: ignore[method-assign]
+        tensors = {"shared": content(1, 1000), "own": content(2, 50_000)}
+        save(backend, "child@1", tensors, parent="parent@1", layers={b"layer": 5})
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("step", "after"), STEPS)
+def test_a_saver_killed_at_any_step(tmp_path: Path, step: str, after: bool) -> None:
+    folder = tmp_path / "models"
+    with opened(FolderKeeper(folder)) as backend:
+        save(backend, "parent@1", {"shared": content(1, 1000)})
+        clean = set(keys(backend, ""))
+    (outcome,) = ranks.spawn(dies, 1, str(folder), step, after, expect_errors=True)
+    assert outcome.signal == signal.SIGKILL
+    with opened(FolderKeeper(folder)) as backend:
+        saved = step == "log" and after
+        assert references(backend) == (["child@1"] if saved else []) + ["parent@1"]
+        assert problems_of(backend) == []
+        gc(backend)
+        assert problems_of(backend) == []
+        if saved:
+            assert read_all(backend, "child@1")["own"] == content(2, 50_000)
+            return
+        left = {key for key in keys(backend, "") if not key.startswith("leases/")}
+        assert left == clean, "its room was not given back"
+        save(backend, "child@1", {"own": content(3, 10)}, parent="parent@1")
+    assert not list((folder / ".drafts").glob("*"))
+
+
+def test_no_room_saves_nothing() -> None:
+    with opened(MemoryKeeper(limit=60_000)) as backend:
+        save(backend, "a@1", {"t": content(1, 30_000)})
+        before = set(keys(backend, ""))
+        for nbytes in range(29_000, 28_000, -50):  # also where the pack fits, and its head does not
+            try:
+                save(backend, "b@1", {"t": content(2, nbytes)})
+            except NoRoom:
+                assert set(keys(backend, "")) == before
+                assert references(backend) == ["a@1"]
+            else:
+                break
+        else:
+            raise AssertionError("it never fitted")
+        assert nbytes < 29_000
+        assert read_all(backend, "b@1") == {"t": content(2, nbytes)}
+
+
+def test_bytes_that_do_not_fit_their_manifest_are_refused(backend: ObjectBackend) -> None:
+    with pytest.raises(StoreError, match="3 bytes was given 2"):
+        backend.save(new_model("a@1", {"t": b"123"}), [memoryview(b"12")], {}, Durability.MEMORY)
+    assert keys(backend, "packs") == []
+
+
 # -- gc beside others --------------------------------------------------------------------------
 
 
@@ -269,6 +352,31 @@ def test_what_was_moved_often_is_found(backend: ObjectBackend) -> None:
     assert counted[0] == first[0]
     assert problems_of(fresh) == []
     assert len(keys(backend, "moved")) == 1
+
+
+def test_threads_save_remove_read_and_sweep(backend: ObjectBackend) -> None:
+    together = threading.Barrier(4)
+
+    def work(me: int) -> None:
+        together.wait(30)
+        for turn in range(12):
+            data = content(turn % 3, 20_000)
+            save(backend, f"m{me}@{turn}", {"t": data, "own": content(100 * me + turn, 500)})
+            if turn > 2:
+                backend.remove(parse(f"m{me}@{turn - 3}"))
+            assert read_all(backend, f"m{me}@{turn}")["t"] == data
+
+    def sweep() -> None:
+        together.wait(30)
+        for _ in range(10):
+            gc(backend, quiet=60.0)
+
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(work, me) for me in range(3)] + [pool.submit(sweep)]
+        for job in jobs:
+            job.result()
+    assert problems_of(backend) == []
+    assert gc(backend).live == 3 * 20_000 + 9 * 500
 
 
 def test_a_leased_pack_stays(backend: ObjectBackend) -> None:
@@ -315,6 +423,26 @@ def test_a_pack_that_was_removed_meanwhile_is_not_shared(backend: ObjectBackend)
     assert keys(backend, "packs") == []
     save(backend, "a@2", {"t": data})
     assert read_all(again(backend), "a@2") == {"t": data}
+
+
+def test_a_save_that_was_given_up_is_made_again(
+    backend: ObjectBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suspended between its bytes and its event, while a gc that waits for nobody goes by."""
+    monkeypatch.setattr(backends, "_LONG", 0.0)
+    other, real, swept = again(backend), backend.keeper.put, []
+
+    def late(key: str, *args: Any, **options: Any) -> None:
+        if key.startswith("log/") and not swept:
+            swept.append(gc(other).packs)
+        real(key, *args, **options)
+
+    monkeypatch.setattr(backend.keeper, "put", late)
+    record = save(backend, "a", {"t": content(1, 1000)}, tags=["best"])
+    assert swept == [1]
+    assert references(other) == [f"a@{record.version}"]
+    assert read_all(again(backend), "a@best") == {"t": content(1, 1000)}
+    assert problems_of(backend) == []
 
 
 def test_a_saver_that_shares_between_the_looks_of_gc_keeps_its_pack(

@@ -146,6 +146,11 @@ def test_the_memory_is_full_and_goes(moon: mooncake.Cluster, tmp_path: Path) -> 
         with pytest.raises(NoRoom, match="segment="):
             keeper.put("a", [np.zeros(2**26, np.uint8)])
         assert list(keeper.list()) == []
+        with MooncakeKeeper(cluster.place("x"), segment=2**27) as giver:
+            giver.put("large", [content(2, 2**26)])
+            assert keeper.get("large") == content(2, 2**26)
+        with pytest.raises((Unreachable, NotFound)):  # it lay in what that one gave
+            keeper.get("large")
         keeper.put("a", [content(1, 100_000)])
         cluster.kill_owner()
         with pytest.raises((Unreachable, NotFound)):

@@ -507,3 +507,20 @@ def test_relatives_are_found_by_number_also_when_removed(repo: Repository) -> No
     assert [one.version for one in repo.children_of(first.id)] == ["2"]
     with pytest.raises(ModelNotFound):
         repo.by_id(first.id, "other")
+
+
+def test_one_tensor_that_is_missing_does_not_keep_others_from_being_merged(folder: Path) -> None:
+    with open_repository(folder) as repo:
+        merger = repo._backend._merger  # type: ignore[attr-defined]
+        wake, merger.wake = merger.wake, lambda: None
+        repo.save({"w": torch.arange(5000.0)}, "a@1")
+        (first,) = packs(folder)
+        for name in ("b@1", "c@1"):
+            repo.save({"w": torch.arange(3000.0)}, name)
+        first.unlink()
+        merger.wake = wake
+        repo.flush()
+        assert len(repo._backend.catalog.unhashed()) == 1  # type: ignore[attr-defined]
+        found = repo.verify()
+        assert found.unhashed == 1
+        assert found.blobs == 2

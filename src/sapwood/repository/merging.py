@@ -10,6 +10,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sapwood.errors import NotFound, SapwoodError
@@ -34,7 +35,6 @@ class Merger:
         self._thread: threading.Thread | None = None
         self._again = False
         self._closed = False
-        self._missed: set[Place] = set()
         self._gone: set[str] = set()
 
     def wake(self) -> None:
@@ -63,11 +63,14 @@ class Merger:
     def _run(self) -> None:
         try:
             while self._goes_on():
-                self._missed.clear()
                 self._gone.clear()
                 batch = self._catalog.unhashed(_BATCH)
                 while batch and not self._closed:
-                    self._note(self._hash(batch))
+                    found = self._hash(batch)
+                    if not found and not self._closed:
+                        log.warning("%d tensors cannot be hashed: they are not there", len(batch))
+                        break
+                    self._note(found)
                     batch = self._catalog.unhashed(_BATCH)
         except SapwoodError as error:
             # What is not merged takes room and is as right; the next process tries again.
@@ -95,14 +98,10 @@ class Merger:
         for place in batch:
             if self._closed:
                 break
-            try:
+            with suppress(
+                NotFound
+            ):  # gc has moved or removed it: the next look at the catalog tells
                 found.append((place.blob, *self._digests(place)))
-            except NotFound:
-                # Removed, or moved by gc, since the batch was listed: the next list knows. One that
-                # is listed there again is missing.
-                if place in self._missed:
-                    raise
-                self._missed.add(place)
         return found
 
     def _digests(self, place: Place) -> tuple[bytes, bytes]:

@@ -15,6 +15,7 @@ from sapwood.errors import (
     Damaged,
     Gone,
     ModelNotFound,
+    NoRoom,
     NotFound,
     StoreError,
 )
@@ -25,7 +26,7 @@ from sapwood.repository.objects.blobs import Blobs
 from sapwood.repository.objects.head import Head, decode_layers
 from sapwood.repository.objects.journal import Journal, side_by_side
 from sapwood.repository.objects.layout import LARGEST
-from sapwood.repository.objects.saving import forget, leased, plan, usable, write
+from sapwood.repository.objects.saving import Written, forget, leased, plan, usable, write
 from sapwood.repository.objects.sweeping import Sweep
 from sapwood.repository.objects.verifying import verify
 from sapwood.repository.objects.view import Event, View, save_event
@@ -36,6 +37,8 @@ from sapwood.storage import Durability, Keeper
 __all__ = ["ObjectBackend"]
 
 _TRIES = 3
+_LONG = 30.0
+"""Seconds that a save may take before it looks whether a gc has given it up."""
 
 
 class ObjectBackend:
@@ -104,8 +107,20 @@ class ObjectBackend:
         durability: Durability,
     ) -> ModelRecord:
         """Share what this process knows to be there, by digest; write the rest, then the event."""
+        for left in range(_TRIES, 0, -1):
+            try:
+                return self._save(model, sources, durability)
+            except Gone:  # what was to be shared was removed meanwhile
+                if left == 1:
+                    raise
+        raise AssertionError  # never: the loop returns or raises
+
+    def _save(
+        self, model: NewModel, sources: Sequence[memoryview], durability: Durability
+    ) -> ModelRecord:
         keeper = self.keeper
         todo = plan(model, sources, self.blobs)
+        began = time.clock_gettime(time.CLOCK_BOOTTIME)
         with leased(keeper, todo.packs):
             shared = usable(keeper, todo.packs) if todo.packs else set()
             for pack in set(todo.packs) - shared:
@@ -123,11 +138,37 @@ class ObjectBackend:
             except StoreError:  # and no StorageError, after which it may be there all the same
                 forget(keeper, made)
                 raise
+            except NoRoom:  # the place is full: of all times, nothing may be left now
+                if not self._happened(model.name, made):
+                    forget(keeper, made)
+                raise
+            if time.clock_gettime(time.CLOCK_BOOTTIME) - began > _LONG:
+                self._check_late(event["id"], model.name, made)
         record = self.view.by_id(event["id"], model.name)
         for row in made.rows:
             self.blobs.number(row, (record.id, str(record.reference)))
         self.view.add_configs(model.configs)
         return record
+
+    def _happened(self, name: str, made: Written) -> bool:
+        """Whether the event of a save is there, although its put has failed."""
+        self.journal.sync(name)
+        return any(saved.head == made.head for saved in list(self.view.saved.values()))
+
+    def _check_late(self, id: int, name: str, made: Written) -> None:
+        """See that no gc has given up a save that took so long, or was suspended.
+
+        Raises:
+            Gone: one has; then the version is not there.
+        """
+        packs = sorted({row.pack for row in made.rows})
+        lost = sorted(set(packs) - usable(self.keeper, packs))
+        if not lost:
+            return
+        self.journal.append(name, lambda: {"op": "remove", "id": id, "time": time.time()})
+        for pack in lost:
+            self.blobs.take_moved(self.keeper, pack)
+        raise Gone(f"a gc took {name} for a save of a process that died, and removed {lost[0]}")
 
     # -- looking -----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from sapwood.errors import Gone, NotFound, StorageError
+from sapwood.errors import Gone, NotFound, StorageError, StoreError
 from sapwood.repository.base import NOTHING, NewModel
 from sapwood.repository.merging import digest_of, mark_of
 from sapwood.repository.objects.blobs import Blobs
@@ -142,15 +142,19 @@ def plan(model: NewModel, sources: Sequence[memoryview], blobs: Blobs) -> Plan:
     """Hash all bytes and see which of them are known.
 
     Raises:
-        Gone: the manifest refers to a blob whose place is not known any more.
+        Gone: the manifest refers to a blob that this process does not know.
+        StoreError: the manifest and the bytes do not fit.
     """
     hashed = _hashed(sources)
     digests: list[bytes | None] = []
     known: dict[bytes, BlobRow] = {}
-    for number in model.manifest.blobs:
+    for number, nbytes in zip(model.manifest.blobs, model.manifest.sizes, strict=True):
         if number == NOTHING:
             digests.append(None)
             continue
+        given = len(sources[-2 - number]) if number < NOTHING else blobs[number].row.nbytes
+        if given != nbytes:
+            raise StoreError(f"a tensor of {nbytes} bytes was given {given} bytes")
         digest = hashed[-2 - number].digest if number < NOTHING else blobs[number].row.digest
         digests.append(digest)
         found = blobs.known(digest)
