@@ -125,7 +125,8 @@ class LocalBackend:
             try:
                 plain = [part for part in parts if places[part.blob].base is None]
                 self.keeper.read([_wanted(places[part.blob], part) for part in plain])
-                self._read_cold(places, [part for part in parts if part not in plain])
+                if len(plain) < len(parts):
+                    self._read_cold(places, parts)
             except NotFound as error:
                 if attempt == _TRIES - 1:
                     raise Damaged(f"{self.name}: {error}; a pack is missing") from error
@@ -135,8 +136,9 @@ class LocalBackend:
     def _read_cold(self, places: Mapping[int, Place], parts: Sequence[BlobPart]) -> None:
         for part in parts:
             place = places[part.blob]
-            _wanted(place, part)  # sees that it has so many bytes
-            self._cold.read(place, part.start, part.out)
+            if place.base is not None:
+                _wanted(place, part)  # sees that it has so many bytes
+                self._cold.read(place, part.start, memoryview(part.out).cast("B"))
 
     def mapped(self, blobs: Sequence[int]) -> Mapping[int, memoryview] | None:
         """Blobs where they lie; what is written to them is private to who asked."""
