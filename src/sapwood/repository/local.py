@@ -111,7 +111,7 @@ class LocalBackend:
         return {i: blob for i, blob in alike.items() if _equal_bytes(sources[i], stored[blob])}
 
     def _read_whole(self, blobs: Iterable[int]) -> dict[int, memoryview]:
-        places = self.catalog.places(blobs)
+        places = self.catalog.places(blobs, cold=True)
         found = {blob: memoryview(bytearray(place.nbytes)) for blob, place in places.items()}
         self.read([BlobPart(blob, 0, data) for blob, data in found.items()])
         return found
@@ -121,7 +121,7 @@ class LocalBackend:
     def read(self, parts: Sequence[BlobPart]) -> None:
         """Fill buffers, with as few requests as possible."""
         for attempt in range(_TRIES):
-            places = self.catalog.places(part.blob for part in parts)
+            places = self.catalog.places((part.blob for part in parts), cold=True)
             try:
                 plain = [part for part in parts if places[part.blob].base is None]
                 self.keeper.read([_wanted(places[part.blob], part) for part in plain])
@@ -145,7 +145,7 @@ class LocalBackend:
         if not isinstance(self.keeper, Mappable):
             return None
         for attempt in range(_TRIES):
-            places = self.catalog.places(blobs)
+            places = self.catalog.places(blobs, cold=True)
             try:
                 return self._mapped(places)
             except CannotMap:

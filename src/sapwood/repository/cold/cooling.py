@@ -140,7 +140,8 @@ def _cool(
 ) -> Cooled:
     reader = ColdReader(catalog, keeper)
     forms: list[tuple[BlobPair, bytes]] = []
-    places = catalog.places({blob for pair in pairs for blob in (pair.blob, pair.base)})
+    blobs = {blob for pair in pairs for blob in (pair.blob, pair.base)}
+    places = catalog.places(blobs, cold=True)
     for pair in pairs:
         try:
             data, base = reader.whole(places[pair.blob]), reader.whole(places[pair.base])
@@ -156,13 +157,13 @@ def _cool(
     with keeper.begin(key, nbytes, durability=min(durability, keeper.durability)) as draft:
         draft.write_parts(pieces(starts, [memoryview(form) for _, form in forms]))
         draft.publish()
-    blobs = [
+    written = [
         ColdBlob(places[pair.blob], start, len(form), pair.base)
         for (pair, form), start in zip(forms, starts, strict=True)
     ]
     try:
-        _verify(reader, key, blobs, {pair.blob: pair.digest for pair, _ in forms})
-        done = cool_blobs(catalog, NewPack(key=key, nbytes=nbytes, blobs=()), blobs, chain)
+        _verify(reader, key, written, {pair.blob: pair.digest for pair, _ in forms})
+        done = cool_blobs(catalog, NewPack(key=key, nbytes=nbytes, blobs=()), written, chain)
     except BaseException:
         keeper.remove([key])
         raise
