@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sapwood.errors import NotFound
 from sapwood.repository.catalog import Catalog, PackRow
 from sapwood.repository.packs import FOLDER, lay_out, new_key, pieces
 from sapwood.storage import Keeper, Wanted
@@ -79,7 +80,7 @@ def _give_back(
 
 
 def _write_anew(catalog: Catalog, keeper: Keeper, row: PackRow) -> int:
-    """Move what is in use of a pack to a new one; bytes of that."""
+    """Move what is in use of a pack to a new one; bytes of that, none if another gc was first."""
     places = catalog.blobs_in(row.id)
     starts, nbytes = lay_out([place.packed for place in places])
     if nbytes >= row.nbytes:
@@ -89,7 +90,10 @@ def _write_anew(catalog: Catalog, keeper: Keeper, row: PackRow) -> int:
         blobs = []
         for place in places:
             blob = memoryview(bytearray(place.packed))
-            keeper.read([Wanted(row.key, place.start, blob)])
+            try:
+                keeper.read([Wanted(row.key, place.start, blob)])
+            except NotFound:
+                return 0
             blobs.append(blob)
         draft.write_parts(pieces(starts, blobs))
         draft.publish()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from sapwood.errors import Damaged, ModelNotFound, NotFound
+from sapwood.errors import Damaged, Gone, ModelNotFound, NotFound
 from sapwood.repository.base import NOTHING, ModelRecord
 from sapwood.repository.catalog import Catalog, NewPack
 from sapwood.repository.cold.form import encode, needs_zstd
@@ -26,6 +26,7 @@ __all__ = ["CHAIN", "Cooled", "Cooling", "cool"]
 
 CHAIN = 8
 """Tensors that differ from each other in a row; each costs another read."""
+_TRIES = 3
 _AT_ONCE = 256 * 2**20
 """Bytes of plain tensors whose cold form is written as one pack."""
 
@@ -85,7 +86,7 @@ def cool(
     said(f"{record.reference}: comparing {len(pairs)} tensors with {ancestor.reference}")
     found = Cooled(versions=1)
     for some in _batches(pairs):
-        found += _cool(catalog, keeper, some, chain, durability)
+        found += _cool_patiently(catalog, keeper, some, chain, durability)
     return found
 
 
@@ -131,6 +132,22 @@ def _batches(pairs: Sequence[BlobPair]) -> Iterator[list[BlobPair]]:
         yield some
 
 
+def _cool_patiently(
+    catalog: Catalog,
+    keeper: Keeper,
+    pairs: Sequence[BlobPair],
+    chain: int,
+    durability: Durability,
+) -> Cooled:
+    """Again where gc has moved something meanwhile; if it goes on doing so, they stay plain."""
+    for _ in range(_TRIES):
+        try:
+            return _cool(catalog, keeper, pairs, chain, durability)
+        except (NotFound, Gone):
+            continue
+    return Cooled(kept=len(pairs))
+
+
 def _cool(
     catalog: Catalog,
     keeper: Keeper,
@@ -143,10 +160,7 @@ def _cool(
     blobs = {blob for pair in pairs for blob in (pair.blob, pair.base)}
     places = catalog.places(blobs, cold=True)
     for pair in pairs:
-        try:
-            data, base = reader.whole(places[pair.blob]), reader.whole(places[pair.base])
-        except NotFound:  # moved by gc meanwhile: the next time will do
-            continue
+        data, base = reader.whole(places[pair.blob]), reader.whole(places[pair.base])
         form = encode(data, base, pair.itemsize)
         if form is not None:
             forms.append((pair, form))
