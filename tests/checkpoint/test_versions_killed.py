@@ -77,7 +77,7 @@ def go_on(folder: Path, references: list[Reference], engine: str) -> int:
 
 @pytest.mark.parametrize(
     ("engine", "moment", "expected"),
-    [("node", "engine.submit", 2), ("sync", "tiers.stage", 2), ("sync", "tiers.publish", 4)],
+    [("node", "engine.submit", 2), ("sync", "tiers.publish", 4)],
 )
 def test_a_rank_is_killed(
     tmp_path: Path, references: list[Reference], engine: str, moment: str, expected: int

@@ -302,6 +302,16 @@ def test_tables_are_checked_before_they_are_used() -> None:
         ColdTable.decode(memoryview(form)[:size], 9001, len(form))
 
 
+def test_who_cannot_read_it_is_told(place: Path) -> None:
+    with sapwood.store.open(place) as repo:
+        save_all(repo, trained(2))
+        repo.cool()
+        backend: Any = repo._backend
+        blobs = [blob for blob in repo.open("m@1").manifest.blobs if blob >= 0]
+        with pytest.raises(StoreError, match="is in cold form"):
+            backend.catalog.places(blobs)
+
+
 # -- beside others ---------------------------------------------------------------------------------
 
 

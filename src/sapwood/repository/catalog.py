@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
+from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound, StoreError
 from sapwood.repository.base import NOTHING, Kin, ModelRecord, NewModel
 from sapwood.repository.database import Database, one
 from sapwood.repository.manifest import Manifest
@@ -146,11 +146,12 @@ class Catalog:
             query = "SELECT * FROM model WHERE parent = ? ORDER BY id"
             return [self._record(db, row) for row in _rows(db).execute(query, (id,))]
 
-    def places(self, blobs: Iterable[int]) -> dict[int, Place]:
+    def places(self, blobs: Iterable[int], *, cold: bool = False) -> dict[int, Place]:
         """Where blobs lie now; gc may move them, so a place is not kept for long.
 
         Raises:
             Gone: one was removed.
+            StoreError: one lies there in cold form, and the caller did not say that it can tell.
         """
         wanted = sorted({blob for blob in blobs if blob != NOTHING})
         found: dict[int, Place] = {}
@@ -165,6 +166,11 @@ class Catalog:
         missing = [blob for blob in wanted if blob not in found]
         if missing:
             raise Gone(f"blob {missing[0]} was removed")
+        if not cold and (frozen := [blob for blob, at in found.items() if at.base is not None]):
+            raise StoreError(
+                f"a tensor (blob {frozen[0]}) is in cold form, which is not read in this way: open "
+                "the repository's folder itself"
+            )
         return found
 
     def canonical(self, blobs: Iterable[int]) -> dict[int, int | None]:

@@ -132,7 +132,7 @@ class LocalBackend:
         return {i: blob for i, blob in alike.items() if equal_bytes(sources[i], stored[blob])}
 
     def _read_whole(self, blobs: Iterable[int]) -> dict[int, memoryview]:
-        places = self.catalog.places(blobs)
+        places = self.catalog.places(blobs, cold=True)
         found = {blob: memoryview(bytearray(place.nbytes)) for blob, place in places.items()}
         self.read([BlobPart(blob, 0, data) for blob, data in found.items()])
         return found
@@ -142,11 +142,12 @@ class LocalBackend:
     def read(self, parts: Sequence[BlobPart]) -> None:
         """Fill buffers, with as few requests as possible."""
         for attempt in range(_TRIES):
-            places = self.catalog.places(part.blob for part in parts)
+            places = self.catalog.places((part.blob for part in parts), cold=True)
             try:
                 plain = [part for part in parts if places[part.blob].base is None]
                 self.keeper.read([_wanted(places[part.blob], part) for part in plain])
-                self._read_cold(places, [part for part in parts if part not in plain])
+                if len(plain) < len(parts):
+                    self._read_cold(places, parts)
             except NotFound as error:
                 if attempt == _TRIES - 1:
                     raise Damaged(f"{self.name}: {error}; a pack is missing") from error
@@ -156,15 +157,16 @@ class LocalBackend:
     def _read_cold(self, places: Mapping[int, Place], parts: Sequence[BlobPart]) -> None:
         for part in parts:
             place = places[part.blob]
-            _wanted(place, part)  # sees that it has so many bytes
-            self._cold.read(place, part.start, part.out)
+            if place.base is not None:
+                _wanted(place, part)  # sees that it has so many bytes
+                self._cold.read(place, part.start, memoryview(part.out).cast("B"))
 
     def mapped(self, blobs: Sequence[int]) -> Mapping[int, memoryview] | None:
         """Blobs where they lie; what is written to them is private to who asked."""
         if not isinstance(self.keeper, Mappable):
             return None
         for attempt in range(_TRIES):
-            places = self.catalog.places(blobs)
+            places = self.catalog.places(blobs, cold=True)
             try:
                 return self._mapped(places)
             except CannotMap:

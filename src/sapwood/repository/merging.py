@@ -98,9 +98,7 @@ class Merger:
         for place in batch:
             if self._closed:
                 break
-            with suppress(
-                NotFound
-            ):  # gc has moved or removed it: the next look at the catalog tells
+            with suppress(NotFound):  # moved or removed by gc: the next look at the catalog tells
                 found.append((place.blob, *self._digests(place)))
         return found
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from sapwood.errors import Damaged, ModelNotFound, NotFound
+from sapwood.errors import Damaged, Gone, ModelNotFound, NotFound
 from sapwood.repository.base import NOTHING, ModelRecord
 from sapwood.repository.catalog import Catalog, NewPack
 from sapwood.repository.cold.form import encode, needs_zstd
@@ -26,6 +26,7 @@ __all__ = ["CHAIN", "Cooled", "Cooling", "cool"]
 
 CHAIN = 8
 """Tensors that differ from each other in a row; each costs another read."""
+_TRIES = 3
 _AT_ONCE = 256 * 2**20
 """Bytes of plain tensors whose cold form is written as one pack."""
 
@@ -84,7 +85,7 @@ def cool(
     said(f"{record.reference}: comparing {len(pairs)} tensors with {ancestor.reference}")
     found = Cooled(versions=1)
     for some in _batches(pairs):
-        found += _cool(catalog, keeper, some, chain)
+        found += _cool_patiently(catalog, keeper, some, chain)
     return found
 
 
@@ -130,6 +131,21 @@ def _batches(pairs: Sequence[BlobPair]) -> Iterator[list[BlobPair]]:
         yield some
 
 
+def _cool_patiently(
+    catalog: Catalog,
+    keeper: Keeper,
+    pairs: Sequence[BlobPair],
+    chain: int,
+) -> Cooled:
+    """Again where gc has moved something meanwhile; if it goes on doing so, they stay plain."""
+    for _ in range(_TRIES):
+        try:
+            return _cool(catalog, keeper, pairs, chain)
+        except (NotFound, Gone):
+            continue
+    return Cooled(kept=len(pairs))
+
+
 def _cool(
     catalog: Catalog,
     keeper: Keeper,
@@ -138,12 +154,10 @@ def _cool(
 ) -> Cooled:
     reader = ColdReader(catalog, keeper)
     forms: list[tuple[BlobPair, bytes]] = []
-    places = catalog.places({blob for pair in pairs for blob in (pair.blob, pair.base)})
+    blobs = {blob for pair in pairs for blob in (pair.blob, pair.base)}
+    places = catalog.places(blobs, cold=True)
     for pair in pairs:
-        try:
-            data, base = reader.whole(places[pair.blob]), reader.whole(places[pair.base])
-        except NotFound:  # moved by gc meanwhile: the next time will do
-            continue
+        data, base = reader.whole(places[pair.blob]), reader.whole(places[pair.base])
         form = encode(data, base, pair.itemsize)
         if form is not None:
             forms.append((pair, form))
@@ -155,15 +169,15 @@ def _cool(
     with keeper.begin(key, nbytes, durability=durability) as draft:
         draft.write_parts(pieces(starts, [memoryview(form) for _, form in forms]))
         draft.publish()
-    blobs = [
+    written = [
         ColdBlob(places[pair.blob], start, len(form), pair.base)
         for (pair, form), start in zip(forms, starts, strict=True)
     ]
     try:
-        _verify(reader, key, blobs, {pair.blob: pair.digest for pair, _ in forms})
+        _verify(reader, key, written, {pair.blob: pair.digest for pair, _ in forms})
         harden(catalog, keeper, catalog.unsynced(pair.base for pair, _ in forms))
         pack = NewPack(key=key, nbytes=nbytes, blobs=(), synced=True)
-        done = cool_blobs(catalog, pack, blobs, chain)
+        done = cool_blobs(catalog, pack, written, chain)
     except BaseException:
         keeper.remove([key])
         raise

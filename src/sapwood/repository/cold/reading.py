@@ -46,7 +46,7 @@ class ColdReader:
         for _ in range(_LONGEST):
             if not wanted:
                 return found
-            more = self._catalog.places(wanted)
+            more = self._catalog.places(wanted, cold=True)
             found |= more
             wanted = {p.base for p in more.values() if p.base is not None} - found.keys()
         raise Damaged("a tensor differs from one that differs from it: the catalog is damaged")

@@ -46,10 +46,9 @@ def finish(
         shards = _all(backend, origin, id, first)
         publish(backend, origin, CheckpointParts.of_staged(shards), known, durability)
     except SapwoodError:
-        # Whoever was faster has removed what waited.
-        if not staged_in(backend, origin.series, id) and _is_there(backend, origin, id):
-            return True
-        raise
+        # Whoever was faster is removing what waited.
+        if not _is_there(backend, origin, id):
+            raise
     remove_staged(backend, origin.series, id)
     return True
 
