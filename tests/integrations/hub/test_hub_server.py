@@ -272,6 +272,10 @@ def test_a_version_that_is_removed_is_gone_and_a_new_one_is_another(tmp_path: Pa
         repo.save({"a": torch.zeros(1)}, "m@3")
         tagged = ask(server.url, "/api/models/m/revision/main").json
         assert tagged["sapwood"]["version"] == "2"
+        assert ask(server.url, "/api/models/m/revision/2").json["tags"] == ["main"]
+        repo.tag("m@3", "main")
+        assert ask(server.url, "/api/models/m/revision/2").json["tags"] == []
+        assert ask(server.url, "/api/models/m").json["tags"] == ["main"]
 
 
 def test_a_token_is_asked_for(repo: Repository) -> None:
