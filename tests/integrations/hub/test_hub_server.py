@@ -303,6 +303,11 @@ def test_another_name_can_be_allowed(repo: Repository) -> None:
     with HubServer(repo, listen="localhost:0", hosts=["Models.example"]) as server:
         assert ask(server.url, "/api/models", Host="models.example").status == 200
         assert ask(server.url, "/api/models", Host="other.example").status == 421
+    for hosts, status in (((), 200), (("mine.example",), 421)):
+        with HubServer(repo, listen="0.0.0.0:0", hosts=hosts) as server:
+            url = server.url.replace("0.0.0.0", "127.0.0.1")
+            assert not server.loopback
+            assert ask(url, "/api/models", Host="other.example").status == status
 
 
 def test_a_client_that_leaves_early_harms_nobody(tmp_path: Path) -> None:
