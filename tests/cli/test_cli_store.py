@@ -215,6 +215,18 @@ def test_a_folder_goes_out_as_it_came(sapwood: Sapwood, model: nn.Module, tmp_pa
     assert "is no size" in sapwood("get", "hf", "x", "--shard-size", "much")[2]
 
 
+def test_files_are_named_beside_weights(sapwood: Sapwood, model: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text("[]")
+    assert "and 1 files" in sapwood("put", "a.safetensors", "a@1", "--file", "config.json")[1]
+    assert "files: config.json" in sapwood("show", "a@1")[1]
+    twice = ("--file", "config.json", "--file", "other/config.json")
+    assert "already; rename one" in sapwood("put", "a.safetensors", "a@2", *twice)[2]
+    assert "cannot read nothing" in sapwood("put", "a.safetensors", "a@2", "--file", "nothing")[2]
+    assert sapwood("show", "a@2")[0] == 1
+
+
 def test_serving_says_what_is_missing(
     sapwood: Sapwood, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

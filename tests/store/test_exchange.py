@@ -512,3 +512,16 @@ def test_a_disk_that_is_full_leaves_nothing(repo: Repository, tmp_path: Path) ->
                 write_model(repo.open("m@1"), tmp_path / out)
             assert not (tmp_path / out).exists()
     assert not [path for path in tmp_path.iterdir() if "draft" in path.name]
+
+
+def test_a_file_may_be_larger_than_memory(tmp_path: Path) -> None:
+    size = 2**40  # of which nothing is on the disk
+    text = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    file = tmp_path / "huge.safetensors"
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        try:
+            opened.truncate(8 + len(text) + size)
+        except OSError:
+            pytest.skip("this file system has no files of that size")
+    assert read_model(file).value["a"][-1] == 0

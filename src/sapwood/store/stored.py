@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class StoredModel(Mapping[str, "StoredTensor"]):
         )
         return put_together(self.manifest.structure, tensors.__getitem__)
 
-    @property
+    @cached_property
     def files(self) -> Mapping[str, int]:
         """The files kept with it, such as ``config.json``; see ``file``."""
         return dict(self.manifest.files)

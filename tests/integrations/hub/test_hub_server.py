@@ -272,6 +272,10 @@ def test_a_version_that_is_removed_is_gone_and_a_new_one_is_another(tmp_path: Pa
         repo.save({"a": torch.zeros(1)}, "m@3")
         tagged = ask(server.url, "/api/models/m/revision/main").json
         assert tagged["sapwood"]["version"] == "2"
+        assert ask(server.url, "/api/models/m/revision/2").json["tags"] == ["main"]
+        repo.tag("m@3", "main")
+        assert ask(server.url, "/api/models/m/revision/2").json["tags"] == []
+        assert ask(server.url, "/api/models/m").json["tags"] == ["main"]
 
 
 def test_a_token_is_asked_for(repo: Repository) -> None:
@@ -299,6 +303,11 @@ def test_another_name_can_be_allowed(repo: Repository) -> None:
     with HubServer(repo, listen="localhost:0", hosts=["Models.example"]) as server:
         assert ask(server.url, "/api/models", Host="models.example").status == 200
         assert ask(server.url, "/api/models", Host="other.example").status == 421
+    for hosts, status in (((), 200), (("mine.example",), 421)):
+        with HubServer(repo, listen="0.0.0.0:0", hosts=hosts) as server:
+            url = server.url.replace("0.0.0.0", "127.0.0.1")
+            assert not server.loopback
+            assert ask(url, "/api/models", Host="other.example").status == status
 
 
 def test_a_client_that_leaves_early_harms_nobody(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sapwood.errors import BadName, ModelNotFound, StoreError
 from sapwood.integrations.hub.names import commit_of, hub_id
@@ -89,8 +89,8 @@ class Library:
         record = self._record(self.name_of(id), revision)
         with self._lock:
             found = self._open.pop(record.id, None)
-        if found is None:
-            found = self._opened(record)
+        # Tags may have moved since it was opened.
+        found = self._opened(record) if found is None else replace(found, record=record)
         with self._lock:
             self._open[found.record.id] = found
             self._commits[found.record.name, found.commit] = found.record.version

@@ -74,7 +74,8 @@ class HubServer:
             repo: what is given out.
             listen: ``host:port``; port 0 takes a free one.
             token: what clients must have in ``HF_TOKEN``; None lets everybody read.
-            hosts: further names it is asked under on this machine, such as that of a proxy.
+            hosts: further names it may be asked under, such as that of a proxy. If other machines
+                reach it and none is given, any will do.
 
         Raises:
             ConfigError: ``listen`` or the token is none.
@@ -89,8 +90,10 @@ class HubServer:
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         self.url = f"http://{shown}:{address[1]}"
         names = {"localhost", "127.0.0.1", "::1", host.lower(), address[0]}
-        names |= {name.lower() for name in hosts}
-        app = hub_app(repo, token=token, hosts=names if self.loopback else None)
+        further = {name.lower() for name in hosts}
+        # Under which names other machines reach this one is known only to who says so.
+        allowed = names | further if self.loopback or further else None
+        app = hub_app(repo, token=token, hosts=allowed)
         config = uvicorn.Config(
             app,
             log_config=None,

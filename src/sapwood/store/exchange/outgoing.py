@@ -61,7 +61,8 @@ class SafeFile:
         """
         self._stored = stored
         metadata = _metadata(stored)
-        numbers = {name: n for name, n in stored.manifest.names if name in set(names)}
+        chosen = set(names)
+        numbers = {name: n for name, n in stored.manifest.names if name in chosen}
         rows = {
             name: stored.manifest.row(number)
             for name, number in numbers.items()

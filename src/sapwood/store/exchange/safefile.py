@@ -7,11 +7,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from torch import Tensor
 
+from sapwood.buffers.mapping import Access, Mapping
 from sapwood.errors import Damaged, StoreError
 from sapwood.regular import open_regular
 from sapwood.repository.manifest import TensorRow
@@ -62,11 +61,13 @@ def map_file(path: Path) -> memoryview:
     Raises:
         OSError: it cannot be opened.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return memoryview(b"")
-        whole: np.memmap[Any, np.dtype[np.uint8]] = np.memmap(file, np.uint8, "c")
-    return memoryview(whole.data).cast("B")
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        # One that reserves memory for what may be written fails for files larger than that.
+        return Mapping(fd, size, Access.COPY).bytes.data if size else memoryview(b"")
+    finally:
+        os.close(fd)
 
 
 def torch_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:

@@ -32,8 +32,7 @@ def hub(
 
     ```
     sapwood store hub --listen 127.0.0.1:8090
-    HF_ENDPOINT=http://127.0.0.1:8090 python -c 'from transformers import AutoModel;
-    AutoModel.from_pretrained("llama", revision="base")'
+    HF_ENDPOINT=http://127.0.0.1:8090 python train.py
     ```
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,6 +65,7 @@ def put(
     tag: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     metric: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     without: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    file: Annotated[tuple[Path, ...], Parameter(negative="")] = (),
     optimizer: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Save the model of a file, folder, run or checkpoint as a new version.
@@ -77,6 +79,7 @@ def put(
 
     ```
     sapwood store put weights.safetensors resnet50@imagenet
+    sapwood store put weights.safetensors bert@base --file config.json --file tokenizer.json
     sapwood store put hf-folder/ llama@base --without '*.gguf'
     sapwood store put runs/20261119-0042-3f9a1c nt3/run7@end --tag best
     sapwood store put ckpts/1500 nt3/run7@1500 --optimizer
@@ -92,10 +95,12 @@ def put(
         tag: A tag that shall point to it; may be given several times.
         metric: A number to remember, as name=value; may be given several times.
         without: Files of a folder to leave out, as a pattern; may be given several times.
+        file: A file to keep beside the weights, under its own name; may be given several times.
         optimizer: Of a checkpoint, the optimizer's state as well.
     """
     metrics = dict(map(_metric, metric))
     found = _read(source, without, optimizer=optimizer)
+    kept = _with(found.files, file)
     with opened(at, create=True) as repo:
         record = repo.save(
             found.value,
@@ -104,11 +109,11 @@ def put(
             tags=tag,
             metrics={**found.metrics, **metrics},
             note=found.note,
-            files=found.files,
+            files=kept,
         )
     for line in found.said:
         print(line)
-    files = f" and {len(found.files)} files" if found.files else ""
+    files = f" and {len(kept)} files" if kept else ""
     print(f"saved {record.reference}: {record.tensors} tensors{files}, {size(record.nbytes)}")
 
 
@@ -125,6 +130,21 @@ def _read(source: str, without: tuple[str, ...], *, optimizer: bool) -> Incoming
         raise ConfigError(f"--without is for folders of files, and {source} is a checkpoint")
     with progress("reading", checkpoint.nbytes or 0) as advance:
         return read_checkpoint(checkpoint, advance, optimizer=optimizer)
+
+
+def _with(files: Mapping[str, memoryview], more: tuple[Path, ...]) -> dict[str, memoryview]:
+    """The files that came with a model, and those that are named beside it."""
+    from sapwood.store.exchange.safefile import map_file
+
+    found = dict(files)
+    for path in more:
+        if path.name in found:
+            raise ConfigError(f"--file {path}: there is a file {path.name} already; rename one")
+        try:
+            found[path.name] = map_file(path)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    return found
 
 
 def _metric(text: str) -> tuple[str, float]:
