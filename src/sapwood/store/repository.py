@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sapwood.errors import (
     ConfigError,
+    Denied,
     Gone,
     GraphError,
     ModelExists,
@@ -158,7 +159,7 @@ class Repository:
             return
         try:
             found = self._backend.find(target)
-        except (ModelNotFound, Unreachable):
+        except (ModelNotFound, Unreachable, Denied):  # who may only write cannot look
             return
         if found.version == target.version:
             raise ModelExists(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -467,3 +468,57 @@ def test_a_closed_cluster_says_so_and_leaves_no_threads(pair: Cluster) -> None:
     assert not any(name.startswith("sapwood-p") for name in after - before)
     with pytest.raises(StoreError, match="closed"):
         repo.models()
+
+
+def test_odd_values_are_saved_and_loaded(pair: Cluster) -> None:
+    tied = torch.randn(5)
+    value = {
+        "none": torch.empty(0),
+        "scalar": torch.tensor(1.5),
+        "tied": tied,
+        "again": tied,
+        "equal": tied.clone(),
+        "zeros": torch.zeros(7, dtype=torch.bfloat16),
+        "more zeros": torch.zeros(7, dtype=torch.float16),
+        "plain": 3,
+    }
+    with pair.repository() as repo:
+        for odd in ({}, {"plain": [1, None]}, {"none": torch.empty(0, 4)}):
+            repo.save(odd, "odd")
+            assert str(repo.load("odd")) == str(odd)
+        repo.save(value, "m@1")
+        loaded = repo.load("m@1")
+        assert list(loaded) == list(value)
+        assert all(
+            torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype
+            for name, tensor in value.items()
+            if isinstance(tensor, torch.Tensor)
+        )
+        loaded["tied"][0] = 7
+        assert loaded["again"][0] == 7
+        assert repo.verify().problems == []
+
+
+def test_a_manifest_can_be_copied(pair: Cluster) -> None:
+    with pair.repository() as repo:
+        repo.save(weights(0), "m@1")
+        opened = repo.open("m@1")
+        copied = copy.deepcopy(opened.manifest)
+        assert copied == opened.manifest
+        assert copied.blobs[3].key == opened.manifest.blobs[3].key  # type: ignore[attr-defined]
+
+
+def test_a_tag_and_a_version_do_not_share_a_name(twins: Cluster) -> None:
+    with twins.repository() as repo:
+        repo.save(weights(0), "m@1", tags=["best"])
+        with pytest.raises(ModelExists, match="tag"):
+            repo.save(weights(0), "m@best")
+        repo.save(weights(1), "m@2")
+        with pytest.raises(ModelExists):
+            repo.tag("m@2", "1")
+        repo.tag("m", "best")
+        assert repo.info("m@best").version == "2"
+        repo.untag("m", "best")
+        with pytest.raises(ModelNotFound):
+            repo.untag("m", "best")
+        assert repo.verify().problems == []

@@ -89,7 +89,7 @@ class Link:
         try:
             return self._threads.submit(self.call, ask)
         except RuntimeError as error:  # closed meanwhile
-            raise StoreError("the repository was closed; open it again") from error
+            raise _closed() from error
 
     def close(self) -> None:
         """End its client, which wakes whoever waits for it, and its threads."""
@@ -103,7 +103,7 @@ class Link:
     def _client(self) -> Provider:
         with self._lock:
             if self._closed:
-                raise StoreError("the repository was closed; open it again")
+                raise _closed()
             if self._provider is None:
                 self._provider = self._connect(self.member, self._epoch)
             return self._provider
@@ -141,7 +141,7 @@ class Links:
             self._begin()
         with self._lock:
             if self._closed:
-                raise StoreError("the repository was closed; open it again")
+                raise _closed()
             if member not in self._links:
                 self._links[member] = Link(member, self._connect, lambda: self._members.epoch)
             return self._links[member]
@@ -240,7 +240,7 @@ class Links:
                 link.mark_down(f"nothing was heard for {seconds:g} s")
                 answers.silent[link.member] = link.trouble
                 continue
-            error = future.exception()
+            error = _closed() if future.cancelled() else future.exception()
             if error is None:
                 answers.got[link.member] = future.result()
             elif isinstance(error, Unreachable):
@@ -296,6 +296,10 @@ class Links:
             links, self._links = self._links, {}
         for link in links.values():
             link.close()
+
+
+def _closed() -> StoreError:
+    return StoreError("the repository was closed; open it again")
 
 
 def all_of(members: Members) -> Sequence[Member]:

@@ -186,9 +186,12 @@ class HeadStore:
         return Head(model=model, keys=keys)
 
     def drop(self, version: VersionKey) -> None:
-        """Forget a head that belongs elsewhere now; no error if it is not here."""
+        """Forget a head that belongs elsewhere now, or that it was removed."""
+        query = "SELECT 1 FROM model WHERE id = ? AND name = ? AND version = ?"
         with self._lock:
-            if self.has(version):
+            with self._database.reading() as db:
+                row = one(db, query, (version.id, version.name, version.version))
+            if row is not None:
                 self.catalog.forget(version.id)
 
     def config_users(self, digest: bytes) -> list[str]:

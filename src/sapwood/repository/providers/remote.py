@@ -42,6 +42,7 @@ from sapwood.repository.providers.wire import (
     kin_of,
     made,
     numbers_of,
+    plain,
     record_of,
     split,
     table,
@@ -309,6 +310,14 @@ class RemoteProvider:
     def drop_head(self, version: VersionKey) -> None:
         """Needs the right ``admin`` to all models."""
         self._ask("drop_head", {"at": version_to_json(version)})
+
+    def removed(self, after: int = 0, limit: int = 1000) -> Sequence[ModelRecord]:
+        """Needs the right ``admin`` to all models."""
+        return self._records("removed", {"after": after, "limit": limit})
+
+    def keep_removed(self, record: ModelRecord) -> None:
+        """Needs the right ``admin`` to all models."""
+        self._ask("keep_removed", {"record": plain(record)})
 
     def find(self, reference: Reference) -> ModelRecord:
         """As its catalog has it."""
