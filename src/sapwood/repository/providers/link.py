@@ -141,6 +141,15 @@ class Link:
         assert self._about is not None
         return self._about
 
+    def near(self) -> bool:
+        """Whether memory can be passed to the provider.
+
+        Raises:
+            Unreachable: it cannot be reached.
+        """
+        self.about()
+        return self._unix is not None
+
     @contextmanager
     def exchange(self, *, timeout: float | None = None) -> Iterator[Exchange]:
         """A connection for one request.
