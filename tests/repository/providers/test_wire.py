@@ -16,12 +16,17 @@ import pytest
 
 from sapwood.channel.connection import Connection
 from sapwood.channel.dial import dial_tcp, dial_unix
+from sapwood.channel.handshake import key_of as token_key
+from sapwood.channel.listener import Limits
 from sapwood.errors import BadName, Denied, ModelNotFound, NoRoom, StoreError, Unreachable
 from sapwood.repository.names import Reference
 from sapwood.repository.providers.base import Member, Members, PartRange, StaleMembers, VersionKey
 from sapwood.repository.providers.link import split_address
+from sapwood.repository.providers.local import open_provider
 from sapwood.repository.providers.placement import key_of
 from sapwood.repository.providers.remote import RemoteProvider
+from sapwood.repository.providers.rights import owner_rights
+from sapwood.repository.providers.server import ProviderServer
 from sapwood.repository.providers.session import _HANDLERS
 from sapwood.repository.providers.wire import (
     BODY_LIMIT,
@@ -441,3 +446,20 @@ def test_nobody_there(host: Host) -> None:
         pytest.raises(Unreachable, match=address.replace(".", r"\.")),
     ):
         provider.members()
+
+
+def test_a_provider_without_room_for_another_connection() -> None:
+    tokens = {token_key(TOKEN): (TOKEN, owner_rights())}
+    provider = open_provider("memory:")
+    server = ProviderServer(provider, tokens, limits=Limits(proven=1))
+    client = connected(server.address)
+    try:
+        with (
+            closing(raw(server.address)),
+            pytest.raises(Unreachable, match="all 1 connections are in use"),
+        ):
+            client.members()
+    finally:
+        client.close()
+        server.close()
+        provider.close()

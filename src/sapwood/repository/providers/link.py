@@ -29,7 +29,7 @@ __all__ = ["Exchange", "Link", "split_address"]
 
 _FDS = 64
 """Descriptors that come with one answer; a provider opens no more packs for one."""
-_IDLE = 8
+_IDLE = 4
 _LOCAL_SECONDS = 5.0
 
 
@@ -144,6 +144,15 @@ class Link:
         assert self._about is not None
         return self._about
 
+    def near(self) -> bool:
+        """Whether memory can be passed to the provider.
+
+        Raises:
+            Unreachable: it cannot be reached.
+        """
+        self.about()
+        return self._unix is not None
+
     @contextmanager
     def exchange(self, *, timeout: float | None = None) -> Iterator[Exchange]:
         """A connection for one request.
@@ -219,6 +228,8 @@ class Link:
             connection.allow_fds(_FDS)
             connection.send({"op": "hello", "client": self._client})
             answer = connection.receive()
+            if "error" in answer and "text" not in answer:  # it has no room for another one
+                raise ChannelError(str(answer["error"]))
             if "error" in answer:
                 raise error_of(answer)
             if answer.get("protocol") != PROTOCOL:
