@@ -16,7 +16,7 @@ from sapwood.errors import SapwoodError
 from sapwood.repository.catalog import Catalog, Place
 from sapwood.storage import Keeper, Wanted
 
-__all__ = ["Merger", "digest_of", "mark_of"]
+__all__ = ["Merger", "digest_of", "mark_of", "strong_hash"]
 
 log = logging.getLogger(__name__)
 _BATCH = 64
@@ -89,6 +89,11 @@ class Merger:
                 fast.update(part)
             found.append((place.blob, strong.digest(), fast.digest()))
         return found
+
+
+def strong_hash() -> Any:
+    """What ``digest_of`` uses, for bytes that come in blocks."""
+    return _strong()
 
 
 def digest_of(data: Any) -> bytes:

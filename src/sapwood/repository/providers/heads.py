@@ -221,9 +221,10 @@ class HeadStore:
     # -- inside ------------------------------------------------------------------------------
 
     def _versions(self, name: str) -> list[str]:
-        """Also those that were removed: a number is not given twice."""
+        """Also those that were removed, since a number is not given twice, and tags."""
+        query = "SELECT version FROM model WHERE name = ? UNION SELECT tag FROM tag WHERE name = ?"
         with self._database.reading() as db:
-            rows = db.execute("SELECT version FROM model WHERE name = ?", (name,))
+            rows = db.execute(query, (name, name))
             return [row[0] for row in rows]
 
     def _reserved_of(self, name: str) -> list[str]:
