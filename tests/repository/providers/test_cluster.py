@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -522,3 +523,23 @@ def test_a_tag_and_a_version_do_not_share_a_name(twins: Cluster) -> None:
         with pytest.raises(ModelNotFound):
             repo.untag("m", "best")
         assert repo.verify().problems == []
+
+
+def test_one_that_hangs_is_not_waited_for_by_every_call(
+    twins: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with twins.repository() as repo:
+        repo.save(weights(0), "m@1")
+        waits: list[str] = []
+
+        def hang(name: str) -> None:
+            waits.append(name)
+            time.sleep(0.5)
+
+        twins.nodes["p1"].before, twins.nodes["p1"].dead = hang, True
+        for number in range(6):
+            repo.save(weights(number), f"m@{number + 2}")
+            assert same(repo.load(f"m@{number + 2}"), weights(number))
+        assert len(waits) <= 3
+        assert len([r for r in caplog.records if "does not answer" in r.message]) == 1
+        assert len([r for r in caplog.records if "no copy at p1" in r.message]) == 6
