@@ -448,14 +448,39 @@ class Catalog:
         with self._database.reading() as db:
             return dict(db.execute("SELECT id, nbytes FROM layer WHERE model = ?", (id,)))
 
+    def removed(self, after: int, limit: int) -> list[ModelRecord]:
+        """Versions that were removed, by number, from above ``after``."""
+        query = "SELECT * FROM model WHERE removed NOT NULL AND id > ? ORDER BY id LIMIT ?"
+        with self._database.reading() as db:
+            return [self._record(db, row) for row in _rows(db).execute(query, (after, limit))]
+
+    def keep_removed(self, record: ModelRecord) -> None:
+        """Remember a version that was removed from another catalog; again does nothing."""
+        values = (
+            record.id, record.name, record.version, record.created, record.removed, record.parent,
+            record.parent_name, record.nbytes, record.tensors, json.dumps(dict(record.note)),
+        )  # fmt: skip
+        with self._database.writing() as db:
+            if one(db, "SELECT 1 FROM model WHERE id = ?", (record.id,)) is not None:
+                return
+            db.execute(
+                "INSERT INTO model (id, name, version, created, removed, parent, parent_name,"
+                " nbytes, tensors, note) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                values,
+            )
+            db.executemany(
+                "INSERT INTO metric VALUES (?, ?, ?)",
+                [(record.id, key, float(value)) for key, value in record.metrics.items()],
+            )
+
     def forget(self, id: int) -> None:
         """Take away a version that another catalog has, and that it was there."""
         with self._database.writing() as db:
-            query = "SELECT manifest FROM model WHERE id = ? AND removed IS NULL"
-            row = one(db, query, (id,))
+            row = one(db, "SELECT manifest FROM model WHERE id = ?", (id,))
             if row is None:
                 return
-            self._refer(db, Manifest.decode(row[0]).blobs, -1)
+            if row[0] is not None:
+                self._refer(db, Manifest.decode(row[0]).blobs, -1)
             for table in ("tag", "layer", "metric"):
                 db.execute(f"DELETE FROM {table} WHERE model = ?", (id,))  # noqa: S608
             db.execute("DELETE FROM model WHERE id = ?", (id,))

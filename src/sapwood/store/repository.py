@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sapwood.errors import (
     ConfigError,
+    Denied,
     Gone,
     GraphError,
     ModelExists,
@@ -176,7 +177,7 @@ class Repository:
             return
         try:
             found = self._backend.find(target)
-        except (ModelNotFound, Unreachable):
+        except (ModelNotFound, Unreachable, Denied):  # who may only write cannot look
             return
         if found.version == target.version:
             raise ModelExists(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -467,3 +469,77 @@ def test_a_closed_cluster_says_so_and_leaves_no_threads(pair: Cluster) -> None:
     assert not any(name.startswith("sapwood-p") for name in after - before)
     with pytest.raises(StoreError, match="closed"):
         repo.models()
+
+
+def test_odd_values_are_saved_and_loaded(pair: Cluster) -> None:
+    tied = torch.randn(5)
+    value = {
+        "none": torch.empty(0),
+        "scalar": torch.tensor(1.5),
+        "tied": tied,
+        "again": tied,
+        "equal": tied.clone(),
+        "zeros": torch.zeros(7, dtype=torch.bfloat16),
+        "more zeros": torch.zeros(7, dtype=torch.float16),
+        "plain": 3,
+    }
+    with pair.repository() as repo:
+        for odd in ({}, {"plain": [1, None]}, {"none": torch.empty(0, 4)}):
+            repo.save(odd, "odd")
+            assert str(repo.load("odd")) == str(odd)
+        repo.save(value, "m@1")
+        loaded = repo.load("m@1")
+        assert list(loaded) == list(value)
+        assert all(
+            torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype
+            for name, tensor in value.items()
+            if isinstance(tensor, torch.Tensor)
+        )
+        loaded["tied"][0] = 7
+        assert loaded["again"][0] == 7
+        assert repo.verify().problems == []
+
+
+def test_a_manifest_can_be_copied(pair: Cluster) -> None:
+    with pair.repository() as repo:
+        repo.save(weights(0), "m@1")
+        opened = repo.open("m@1")
+        copied = copy.deepcopy(opened.manifest)
+        assert copied == opened.manifest
+        assert copied.blobs[3].key == opened.manifest.blobs[3].key  # type: ignore[attr-defined]
+
+
+def test_a_tag_and_a_version_do_not_share_a_name(twins: Cluster) -> None:
+    with twins.repository() as repo:
+        repo.save(weights(0), "m@1", tags=["best"])
+        with pytest.raises(ModelExists, match="tag"):
+            repo.save(weights(0), "m@best")
+        repo.save(weights(1), "m@2")
+        with pytest.raises(ModelExists):
+            repo.tag("m@2", "1")
+        repo.tag("m", "best")
+        assert repo.info("m@best").version == "2"
+        repo.untag("m", "best")
+        with pytest.raises(ModelNotFound):
+            repo.untag("m", "best")
+        assert repo.verify().problems == []
+
+
+def test_one_that_hangs_is_not_waited_for_by_every_call(
+    twins: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with twins.repository() as repo:
+        repo.save(weights(0), "m@1")
+        waits: list[str] = []
+
+        def hang(name: str) -> None:
+            waits.append(name)
+            time.sleep(0.5)
+
+        twins.nodes["p1"].before, twins.nodes["p1"].dead = hang, True
+        for number in range(6):
+            repo.save(weights(number), f"m@{number + 2}")
+            assert same(repo.load(f"m@{number + 2}"), weights(number))
+        assert len(waits) <= 3
+        assert len([r for r in caplog.records if "does not answer" in r.message]) == 1
+        assert len([r for r in caplog.records if "no copy at p1" in r.message]) == 6

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sapwood.errors import ConfigError, ModelExists, ModelNotFound, StoreError, Unreachable
+from sapwood.repository.base import ModelRecord
 from sapwood.repository.providers.base import Member, Members
 from sapwood.repository.providers.cluster import ClusterBackend
 from sapwood.repository.providers.cluster_places import HEAD
@@ -321,3 +323,50 @@ def test_of_two_changes_at_once_one_fails() -> None:
     one.close()
     other.close()
     cluster.close()
+
+
+def test_what_was_removed_is_remembered_wherever_a_model_moves(cluster: Cluster) -> None:
+    backend = cluster.backend()
+    repo = Repository(backend, durability=cluster.durability)
+    for number in range(6):
+        repo.save(weights(number, 3), f"m{number}", metrics={"loss": 0.5})
+        repo.save(weights(number, 2), f"child{number}@1", parent=f"m{number}@1")
+        repo.save(weights(9, 3), f"m{number}")
+        repo.remove(f"m{number}@2")
+        repo.remove(f"m{number}@1")
+
+    def lineage() -> list[list[ModelRecord]]:
+        # Each home notes by itself when it has removed a version.
+        return [
+            [replace(r, removed=r.removed and 1.0) for r in repo.log(f"child{n}")] for n in range(6)
+        ]
+
+    before = lineage()
+    node = cluster.add(9)
+    for _ in range(2):
+        backend.membership.join(node.member, said=quiet)
+        assert lineage() == before
+        assert before[0][1].nbytes == sum(t.nbytes for t in weights(0, 3).values())
+        backend.membership.leave("p9", lost=False, said=quiet)
+    backend.membership.join(node.member, said=quiet)
+    backend.membership.leave("p0", lost=False, said=quiet)
+    cluster.nodes["p0"].dead = True
+    assert lineage() == before
+    assert [repo.save(weights(1, 2), f"m{n}").version for n in range(6)] == ["3"] * 6
+    assert repo.verify().problems == []
+    backend.close()
+
+
+def test_a_member_of_another_repository_is_not_taken_away_from_it(cluster: Cluster) -> None:
+    stranger = Cluster(2)
+    backend = cluster.backend()
+    node = cluster.add(5)
+    node.provider.close()
+    node.provider = stranger.nodes["p1"].provider
+    theirs = (Member("p0", "there:0"), Member("p5", "there:1"))
+    node.provider.take_members(Members(epoch=2, members=theirs))
+    with pytest.raises(ConfigError, match="belongs to another repository"):
+        backend.membership.join(node.member, said=quiet)
+    del cluster.nodes["p5"]
+    backend.close()
+    stranger.close()

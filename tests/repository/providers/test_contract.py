@@ -260,6 +260,10 @@ def test_numbers_are_given_once(provider: Provider) -> None:
     provider.put_head(head_of(second, []), synced=False)
     provider.remove_head(second)
     assert provider.reserve("a", None).version == "3"
+    save(provider, "tagged", "x", [b"x"], tags=["1"])
+    assert provider.reserve("tagged", None).version == "2"
+    with pytest.raises(ModelExists, match="is a tag"):
+        provider.reserve("tagged", "1")
     found: list[VersionKey] = []
     threads = [
         threading.Thread(target=lambda: found.append(provider.reserve("b", None))) for _ in range(8)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sapwood.errors import Gone, ModelExists, ModelNotFound
+from sapwood.buffers.mapping import HUGE_PAGE
+from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
 from sapwood.repository.names import Reference
 from sapwood.repository.providers.placement import key_of
 from sapwood.repository.providers.remote import RemoteProvider
@@ -166,3 +167,46 @@ def test_descriptors_are_not_leaked(host: Host) -> None:
             before = before if n != 9 else open_files()
         after = open_files()
         assert max(after[0] - before[0], after[1] - before[1]) <= 2
+
+
+def test_what_is_copied_ahead_is_what_is_saved(host: Host) -> None:
+    address = host.serve("memory:")
+    tensors = [tensor(n, size) for n, size in enumerate((300_000, 5, 70_000))]
+    sources = [memoryview(data) for data in (tensors[0], b"", *tensors[1:])]
+    for way in ("unix", "tcp"):
+        with closing(connected(address, way=way)) as provider:
+            for n in range(3):
+                with provider.staged(sources):
+                    save(provider, f"{way}{n}", "1", tensors)
+                assert load(provider, f"{way}{n}@1") == tensors
+            stats = provider._stage.pool().stats()
+            assert stats.ahead + stats.late == (3 * HUGE_PAGE if way == "unix" else 0)
+            # Others are put all the same, and nothing is put twice.
+            with provider.staged(sources):
+                save(provider, f"{way}-other", "1", tensors[:1])
+            with provider.staged(sources):
+                pass
+            with pytest.raises(ZeroDivisionError), provider.staged(sources):
+                raise ZeroDivisionError
+            assert load(provider, f"{way}-other@1") == tensors[:1]
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_damage_is_said_by_who_reads_it(host: Host, tmp_path: Path, way: str) -> None:
+    address = host.serve(str(tmp_path / "p"))
+    with closing(connected(address, way=way)) as provider:
+        small = version_of(save(provider, "small", "1", [tensor(1, 5000)]))
+        large = version_of(save(provider, "large", "1", [tensor(2, 6_000_000)]))
+        save(provider, "sound", "1", [tensor(3, 5000)])
+        packs = [path for path in (tmp_path / "p" / "parts" / "packs").rglob("*") if path.is_file()]
+        for pack in packs:
+            if pack.stat().st_size == 6_000_000:
+                os.truncate(pack, 5_000_000)
+            elif pack.read_bytes() == tensor(1, 5000):
+                pack.unlink()
+        for version, data in ((small, tensor(1, 5000)), (large, tensor(2, 6_000_000))):
+            with pytest.raises(Damaged):
+                read(provider, version, [key_of(data)])
+        assert load(provider, "sound@1") == [tensor(3, 5000)]
+        problems = provider.verify(said=quiet).problems
+        assert sorted(problem.split("@")[0] for problem in problems) == ["large", "small"]

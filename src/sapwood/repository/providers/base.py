@@ -222,7 +222,15 @@ class Provider(Protocol):
         ...
 
     def drop_head(self, version: VersionKey) -> None:
-        """Forget a head that belongs elsewhere now, with its record; no error if it is not here."""
+        """Forget a head that belongs elsewhere now, or that it was removed; again does nothing."""
+        ...
+
+    def removed(self, after: int = 0, limit: int = 1000) -> Sequence[ModelRecord]:
+        """Versions that were removed here, by number, in pages: those above ``after``."""
+        ...
+
+    def keep_removed(self, record: ModelRecord) -> None:
+        """Remember a version that was removed elsewhere: its number is not given again."""
         ...
 
     def find(self, reference: Reference) -> ModelRecord:

@@ -166,7 +166,8 @@ class Asking:
 
     def configs(self, digests: Sequence[bytes]) -> list[bytes]:
         """As ``Backend.configs``."""
-        found = {d: self._configs[d] for d in list(digests) if d in self._configs}
+        known = {digest: self._configs.get(digest) for digest in digests}
+        found = {digest: data for digest, data in known.items() if data is not None}
         missing = [digest for digest in dict.fromkeys(digests) if digest not in found]
         if missing:
             found |= self._links.current(partial(self._fetched, missing))

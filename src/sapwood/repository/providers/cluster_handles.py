@@ -33,6 +33,10 @@ class TensorHandle(int):
         made.version, made.key = version, key
         return made
 
+    def __reduce__(self) -> tuple[type[TensorHandle], tuple[VersionKey, int, bytes]]:
+        """For copies."""
+        return TensorHandle, (self.version, self & (1 << _INDEX_BITS) - 1, self.key)
+
 
 def handle_of(blob: int) -> TensorHandle:
     """What a number stands for.

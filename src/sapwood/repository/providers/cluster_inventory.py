@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import TypeVar
 
-from sapwood.errors import Unreachable
 from sapwood.repository.base import ModelRecord
 from sapwood.repository.providers.base import Member, Part, Provider, VersionKey
 from sapwood.repository.providers.cluster_links import Links, all_silent
 from sapwood.repository.providers.cluster_places import version_of
 
-__all__ = ["HeadCopies", "heads_of", "parts_of"]
+__all__ = ["HeadCopies", "heads_of", "parts_of", "removed_of"]
+
+T = TypeVar("T")
 
 _PAGE = 500
 
@@ -54,6 +56,25 @@ def heads_of(links: Links, members: Sequence[Member]) -> dict[int, HeadCopies]:
     return {id: HeadCopies(one.record, tuple(one.holders)) for id, one in sorted(found.items())}
 
 
+def removed_of(
+    links: Links, members: Sequence[Member]
+) -> dict[int, tuple[ModelRecord, frozenset[Member]]]:
+    """Versions that were removed, by number, and who remembers that.
+
+    Raises:
+        Unreachable: a provider does not answer.
+    """
+    found: dict[int, tuple[ModelRecord, frozenset[Member]]] = {}
+    for member in members:
+        after = 0
+        while page := _asked(links, member, partial(_removed_page, after=after)):
+            for record in page:
+                _, known = found.get(record.id, (record, frozenset()))
+                found[record.id] = record, known | {member}
+            after = max(record.id for record in page)
+    return found
+
+
 def parts_of(
     links: Links, members: Sequence[Member]
 ) -> Iterator[tuple[VersionKey, dict[Member, Part]]]:
@@ -76,10 +97,7 @@ def _place(one: tuple[Member, Part]) -> tuple[int, VersionKey]:
 def _pages(links: Links, member: Member) -> Iterator[tuple[Member, Part]]:
     after = 0
     while True:
-        answers = links.each({member: partial(_page, after=after)})
-        if member in answers.silent:
-            raise Unreachable(str(answers.silent[member]))
-        page = answers.got[member]
+        page = _asked(links, member, partial(_page, after=after))
         if not page:
             return
         yield from (
@@ -87,6 +105,17 @@ def _pages(links: Links, member: Member) -> Iterator[tuple[Member, Part]]:
             for part in sorted(page, key=lambda part: (part.version.id, part.version))
         )
         after = max(part.version.id for part in page)
+
+
+def _asked(links: Links, member: Member, call: Callable[[Provider], T]) -> T:
+    answers = links.each({member: call})
+    if answers.silent:
+        raise all_silent(answers.silent.values())
+    return answers.got[member]
+
+
+def _removed_page(provider: Provider, after: int) -> Sequence[ModelRecord]:
+    return provider.removed(after, _PAGE)
 
 
 def _page(provider: Provider, after: int) -> Sequence[Part]:

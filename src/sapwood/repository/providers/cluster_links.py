@@ -24,6 +24,9 @@ _AT_ONCE = 8
 """Requests to one provider. Each has threads of its own: one that hangs holds up no other."""
 _DOWN_SECONDS = 5.0
 """So long a provider that did not answer is passed over, where others have what it has."""
+_PATIENCE = 4.0
+"""One that hangs is not waited for more than a part of the time: so many times as long as it hung,
+it is passed over."""
 _CHANGES = 8
 """So often the list may change during one call."""
 
@@ -47,7 +50,7 @@ class Link:
         self._lock = threading.Lock()
         self._provider: Provider | None = None
         self._closed = False
-        self._down_until, self._why = 0.0, ""
+        self._down_until, self._ask_after, self._why = 0.0, 0.0, ""
         self._threads = ThreadPoolExecutor(_AT_ONCE, f"sapwood-{member.name}")
 
     @property
@@ -57,7 +60,12 @@ class Link:
 
     def forgive(self) -> None:
         """Ask it again, whatever it did."""
-        self._down_until = 0.0
+        self._down_until = self._ask_after = 0.0
+
+    @property
+    def forgivable(self) -> bool:
+        """Whether it was passed over, and asking it costs little beside what has passed since."""
+        return self.down and time.monotonic() >= self._ask_after
 
     def call(self, ask: Callable[[Provider], T]) -> T:
         """Ask it, in this thread.
@@ -65,19 +73,22 @@ class Link:
         Raises:
             Unreachable: it does not answer; names it.
         """
+        began = time.monotonic()
         try:
             answer = ask(self._client())
         except Unreachable as error:
-            self.mark_down(str(error))
+            self.mark_down(str(error), time.monotonic() - began)
             raise unreachable(self.member, str(error)) from error
-        self._down_until = 0.0
+        self._down_until, self._why = 0.0, ""
         return answer
 
-    def mark_down(self, why: str) -> None:
-        """It did not answer."""
-        if not self._down_until:
+    def mark_down(self, why: str, waited: float) -> None:
+        """It did not answer, and was waited for so many seconds."""
+        if not self._why:
             log.warning("%s", unreachable(self.member, why))
-        self._down_until, self._why = time.monotonic() + _DOWN_SECONDS, why
+        now = time.monotonic()
+        self._ask_after = now + _PATIENCE * waited
+        self._down_until, self._why = max(self._ask_after, now + _DOWN_SECONDS), why
 
     @property
     def trouble(self) -> Unreachable:
@@ -89,7 +100,7 @@ class Link:
         try:
             return self._threads.submit(self.call, ask)
         except RuntimeError as error:  # closed meanwhile
-            raise StoreError("the repository was closed; open it again") from error
+            raise _closed() from error
 
     def close(self) -> None:
         """End its client, which wakes whoever waits for it, and its threads."""
@@ -103,7 +114,7 @@ class Link:
     def _client(self) -> Provider:
         with self._lock:
             if self._closed:
-                raise StoreError("the repository was closed; open it again")
+                raise _closed()
             if self._provider is None:
                 self._provider = self._connect(self.member, self._epoch)
             return self._provider
@@ -141,7 +152,7 @@ class Links:
             self._begin()
         with self._lock:
             if self._closed:
-                raise StoreError("the repository was closed; open it again")
+                raise _closed()
             if member not in self._links:
                 self._links[member] = Link(member, self._connect, lambda: self._members.epoch)
             return self._links[member]
@@ -172,7 +183,7 @@ class Links:
             except StaleMembers as error:
                 self._correct(error.members)
             except Unreachable:
-                passed = [link for link in list(self._links.values()) if link.down]
+                passed = self._passed(members)
                 if self._members is members and (forgiven or members.replicas == 1 or not passed):
                     raise
                 forgiven = True
@@ -185,6 +196,13 @@ class Links:
                 if self._members is members:
                     return answer
         raise StoreError(f"the list of providers has changed {_CHANGES} times in one call")
+
+    def _passed(self, members: Members) -> list[Link]:
+        """Who was passed over and should be asked after all."""
+        down = [link for link in list(self._links.values()) if link.down]
+        if len(down) >= members.replicas:  # together they may be all who have something
+            return down
+        return [link for link in down if link.forgivable]
 
     def _correct(self, members: Members) -> None:
         if not self.adopt(members) and members.epoch < self._members.epoch:
@@ -237,10 +255,11 @@ class Links:
         for link, future in futures.items():
             if future in late:
                 future.cancel()
-                link.mark_down(f"nothing was heard for {seconds:g} s")
+                assert seconds is not None
+                link.mark_down(f"nothing was heard for {seconds:g} s", seconds)
                 answers.silent[link.member] = link.trouble
                 continue
-            error = future.exception()
+            error = _closed() if future.cancelled() else future.exception()
             if error is None:
                 answers.got[link.member] = future.result()
             elif isinstance(error, Unreachable):
@@ -296,6 +315,10 @@ class Links:
             links, self._links = self._links, {}
         for link in links.values():
             link.close()
+
+
+def _closed() -> StoreError:
+    return StoreError("the repository was closed; open it again")
 
 
 def all_of(members: Members) -> Sequence[Member]:

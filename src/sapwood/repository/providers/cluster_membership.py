@@ -175,6 +175,13 @@ class Membership:
             raise answers.silent[member]
         own = answers.got[member]
         names = [one.name for one in own.members]
+        others = set(own.members) - {member}
+        if own.epoch and others and not others & set(all_of(self._links.members)):
+            # Its clients would follow the new list, and come here.
+            raise ConfigError(
+                f"the provider at {member.address} belongs to another repository, with "
+                f"{', '.join(sorted(one.address for one in others))}; let it leave that one first"
+            )
         if len(names) == 1 and names[0] != member.name:
             raise ConfigError(
                 f"the provider at {member.address} calls itself {names[0]!r}; add it as "

@@ -7,7 +7,7 @@ cut off goes on with the next call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,9 +18,14 @@ from sapwood.repository.base import ModelRecord
 from sapwood.repository.names import Reference
 from sapwood.repository.providers.base import Head, Member, Members, Part, Provider, VersionKey
 from sapwood.repository.providers.cluster_copying import Copier
-from sapwood.repository.providers.cluster_inventory import HeadCopies, heads_of, parts_of
+from sapwood.repository.providers.cluster_inventory import (
+    HeadCopies,
+    heads_of,
+    parts_of,
+    removed_of,
+)
 from sapwood.repository.providers.cluster_links import Links, all_silent
-from sapwood.repository.providers.cluster_places import homes
+from sapwood.repository.providers.cluster_places import homes, version_of
 from sapwood.repository.providers.placement import places
 
 __all__ = ["Moved", "move"]
@@ -56,12 +61,17 @@ def move(
     """
     moving = _Moving(links, members, Copier(links), Moved())
     heads = heads_of(links, sources)
+    removed = removed_of(links, sources)
+    for id in removed.keys() & heads.keys():
+        moving.remove(heads.pop(id))  # one home was away when it was removed from the others
     for version, parts in parts_of(links, sources):
         if version.id in heads:
             said(f"looking at {version.name}@{version.version}")
             moving.tensors(heads[version.id], parts)
     for copies in heads.values():
         moving.head(copies)
+    for record, holders in removed.values():
+        moving.removed(record, holders)
     return moving.done
 
 
@@ -127,10 +137,6 @@ class _Moving:
         for home in wanted:
             if home in head.holders:
                 continue
-            known = self._ask(home, partial(_known, version=head.version))
-            if known is not None and known.removed is not None:
-                self._remove(head)  # one home was away when it was removed from the others
-                return
             try:
                 self._copy_head(head, home)
             except ModelExists as error:
@@ -156,9 +162,20 @@ class _Moving:
             # Removed while it was copied; whoever did that did not see this copy.
             self._ask(home, lambda provider: provider.remove_head(head.version))
 
-    def _remove(self, head: HeadCopies) -> None:
+    def remove(self, head: HeadCopies) -> None:
+        """Take a version away that was removed at one of its homes."""
         for holder in head.holders:
             self._ask(holder, lambda provider: provider.remove_head(head.version))
+
+    def removed(self, record: ModelRecord, holders: Collection[Member]) -> None:
+        """Let the homes remember a version that was removed: in lineage, and as a number taken."""
+        wanted = homes(self.members, record.name)
+        for home in wanted:
+            if home not in holders:
+                self._ask(home, lambda provider: provider.keep_removed(record))
+        for holder in holders:
+            if holder not in wanted:
+                self._ask(holder, lambda provider: provider.drop_head(version_of(record)))
 
     def _is_there(self, head: HeadCopies) -> bool:
         return any(
@@ -175,13 +192,6 @@ class _Moving:
 
 def _drop_part(provider: Provider, version: VersionKey, keys: Sequence[bytes]) -> None:
     provider.drop_part(version, keys)
-
-
-def _known(provider: Provider, version: VersionKey) -> ModelRecord | None:
-    try:
-        return provider.by_id(version.id, version.name)
-    except ModelNotFound:
-        return None
 
 
 def _tag(provider: Provider, version: VersionKey, tag: str) -> None:

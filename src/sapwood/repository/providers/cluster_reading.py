@@ -12,7 +12,7 @@ from sapwood.errors import Damaged, Gone, StorageError, Unreachable
 from sapwood.repository.base import NOTHING, BlobPart
 from sapwood.repository.providers.base import Member, Members, PartRange, Provider, VersionKey
 from sapwood.repository.providers.cluster_handles import TensorHandle, handle_of, size_of
-from sapwood.repository.providers.cluster_links import Links, all_silent
+from sapwood.repository.providers.cluster_links import Links, all_of, all_silent
 from sapwood.repository.providers.cluster_places import homes, homes_before, search_order
 
 __all__ = ["mapped", "read", "read_handles"]
@@ -76,14 +76,17 @@ class _Places:
     """The search order of each tensor, those first that answer; worked out once for equal keys."""
 
     def __init__(self, links: Links, members: Members) -> None:
-        self._links, self._members = links, members
+        self._members = members
+        self._down = {member for member in all_of(members) if links.link(member).down}
         self._known: dict[tuple[bytes, str], Sequence[Member]] = {}
 
     def of(self, handle: TensorHandle) -> list[Member]:
         key = handle.key, handle.version.name
         if key not in self._known:
             found = search_order(self._members, *key)
-            self._known[key] = sorted(found, key=lambda member: self._links.link(member).down)
+            if self._down:
+                found = sorted(found, key=self._down.__contains__)
+            self._known[key] = found
         return list(self._known[key])
 
 

@@ -95,6 +95,8 @@ class _Saving:
     holders: dict[Member, list[bytes]] = field(default_factory=dict)
     """Who may have parts by now."""
     heads: HeadsPut = field(default_factory=HeadsPut)
+    lacking: dict[Member, Unreachable] = field(default_factory=dict)
+    """Who could not be given a part."""
 
     def take(self, sources: Sequence[memoryview], alike: Mapping[int, int]) -> None:
         """Find the key of each tensor, and which of them an earlier version has."""
@@ -158,7 +160,7 @@ class _Saving:
         kept = {key for member in answers.got for key in wanted[member]}
         if answers.silent and (len(kept) < len(self.sources) or self._all_copies):
             raise all_silent(answers.silent.values())
-        self._say_lacking(answers.silent)
+        self.lacking |= answers.silent
         return {member: wanted[member] for member in answers.got}
 
     def _putter(self, version: VersionKey, keys: Sequence[bytes]) -> Callable[[Provider], None]:
@@ -217,7 +219,7 @@ class _Saving:
                 f"{version.name}@{version.version} may be saved or not, look before you try again: "
                 f"{all_silent(silent.values())}"
             )
-        self._say_lacking(silent)
+        self._say_lacking({**self.lacking, **silent})
         others = {m: key for m, key in self.reserved.items() if key.version != version.version}
         give_up(self.links, others)
         return self.heads.record
@@ -231,7 +233,7 @@ class _Saving:
         if version is not None and not (self.heads.silent or self.heads.records):
             calls = dict.fromkeys(self.holders, lambda provider: provider.drop_part(version))
             self.links.quietly(calls)
-        self.reserved, self.holders, self.heads = {}, {}, HeadsPut()
+        self.reserved, self.holders, self.heads, self.lacking = {}, {}, HeadsPut(), {}
 
     @property
     def _all_copies(self) -> bool:

@@ -186,9 +186,12 @@ class HeadStore:
         return Head(model=model, keys=keys)
 
     def drop(self, version: VersionKey) -> None:
-        """Forget a head that belongs elsewhere now; no error if it is not here."""
+        """Forget a head that belongs elsewhere now, or that it was removed."""
+        query = "SELECT 1 FROM model WHERE id = ? AND name = ? AND version = ?"
         with self._lock:
-            if self.has(version):
+            with self._database.reading() as db:
+                row = one(db, query, (version.id, version.name, version.version))
+            if row is not None:
                 self.catalog.forget(version.id)
 
     def config_users(self, digest: bytes) -> list[str]:
@@ -218,9 +221,10 @@ class HeadStore:
     # -- inside ------------------------------------------------------------------------------
 
     def _versions(self, name: str) -> list[str]:
-        """Also those that were removed: a number is not given twice."""
+        """Also those that were removed, since a number is not given twice, and tags."""
+        query = "SELECT version FROM model WHERE name = ? UNION SELECT tag FROM tag WHERE name = ?"
         with self._database.reading() as db:
-            rows = db.execute("SELECT version FROM model WHERE name = ?", (name,))
+            rows = db.execute(query, (name, name))
             return [row[0] for row in rows]
 
     def _reserved_of(self, name: str) -> list[str]:

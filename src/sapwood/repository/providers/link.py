@@ -144,6 +144,15 @@ class Link:
         assert self._about is not None
         return self._about
 
+    def near(self) -> bool:
+        """Whether memory can be passed to the provider.
+
+        Raises:
+            Unreachable: it cannot be reached.
+        """
+        self.about()
+        return self._unix is not None
+
     @contextmanager
     def exchange(self, *, timeout: float | None = None) -> Iterator[Exchange]:
         """A connection for one request.
@@ -172,9 +181,10 @@ class Link:
         except Refused as error:
             raise Denied(f"{self.label} does not take this token: {error}") from error
         except TimeoutError as error:
+            encrypted = "" if self._tls or self._about else ", or does it expect TLS (tls_ca)"
             raise Unreachable(
                 f"{self.label} did not answer within {self._timeout:g} s ({error}); is it stopped "
-                "or overloaded? Try again, or raise timeout"
+                f"or overloaded{encrypted}? Try again, or raise timeout"
             ) from error
         except ssl.SSLError as error:
             raise Unreachable(f"{self.label}: TLS failed: {error}; see tls_ca") from error

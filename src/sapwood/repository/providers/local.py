@@ -288,6 +288,21 @@ class LocalProvider:
         """Forget a head that belongs elsewhere now; no error if it is not here."""
         self.heads.drop(version)
 
+    def removed(self, after: int = 0, limit: int = 1000) -> Sequence[ModelRecord]:
+        """As the catalog has them."""
+        return self.heads.catalog.removed(after, limit)
+
+    def keep_removed(self, record: ModelRecord) -> None:
+        """In the catalog.
+
+        Raises:
+            StoreError: it is of no version, or of one that was not removed.
+        """
+        check_version_key(VersionKey(record.name, record.version, record.id))
+        if record.removed is None:
+            raise StoreError(f"{record.reference} was not removed")
+        self.heads.catalog.keep_removed(record)
+
     def find(self, reference: Reference) -> ModelRecord:
         """As the catalog has it."""
         return self.heads.catalog.find(reference)

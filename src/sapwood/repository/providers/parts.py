@@ -21,7 +21,7 @@ from sapwood.repository.catalog import NewPack, Place
 from sapwood.repository.database import one
 from sapwood.repository.local import LocalBackend
 from sapwood.repository.manifest import Manifest
-from sapwood.repository.merging import digest_of
+from sapwood.repository.merging import strong_hash
 from sapwood.repository.names import Reference
 from sapwood.repository.packs import lay_out, new_key
 from sapwood.repository.providers.base import NewPart, Part, PartRange, VersionKey
@@ -36,6 +36,7 @@ _OWNER = (
 _KNOWN = 64
 """Versions whose tables of keys are kept in memory."""
 _TRIES = 3
+_BLOCK = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +150,13 @@ class PartStore:
             row = one(db, query, (blob,))
         if row is not None and row[0] is not None:
             return bytes(row[0])
-        data = bytearray(nbytes)
-        self.backend.read([BlobPart(blob, 0, memoryview(data))])
-        return digest_of(data)
+        found = strong_hash()
+        block = memoryview(bytearray(min(_BLOCK, nbytes)))
+        for at in range(0, nbytes, _BLOCK):
+            some = block[: min(_BLOCK, nbytes - at)]
+            self.backend.read([BlobPart(blob, at, some)])
+            found.update(some)
+        return bytes(found.digest())
 
     def _own(self, pack: str, name: str) -> None:
         with self.backend.database.writing() as db:

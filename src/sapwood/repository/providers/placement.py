@@ -32,6 +32,8 @@ def order(members: Sequence[Member], key: bytes) -> list[Member]:
     """All members, those first that a key belongs to."""
     if not members:
         raise ConfigError("a repository on providers has at least one of them")
+    if len(members) == 1:
+        return list(members)
     return sorted(members, key=lambda member: _score(member.name, key), reverse=True)
 
 

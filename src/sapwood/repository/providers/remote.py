@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import ssl
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from sapwood.buffers import HandoverPool
 from sapwood.buffers.copying import copy_ranges
-from sapwood.buffers.handover import copy_to
 from sapwood.buffers.mapping import Access
 from sapwood.buffers.mapping import Mapping as MappedMemory
 from sapwood.channel.connection import ChannelError
@@ -34,6 +32,7 @@ from sapwood.repository.providers.local import members_of_json, members_to_json
 from sapwood.repository.providers.parts import size_of
 from sapwood.repository.providers.placement import KEY_BYTES
 from sapwood.repository.providers.sending import MAPPED
+from sapwood.repository.providers.staging import Stage, address_of
 from sapwood.repository.providers.taking import part_to_body
 from sapwood.repository.providers.wire import (
     head_of,
@@ -42,6 +41,7 @@ from sapwood.repository.providers.wire import (
     kin_of,
     made,
     numbers_of,
+    plain,
     record_of,
     split,
     table,
@@ -88,10 +88,7 @@ class RemoteProvider:
         self.epoch: int | None = None
         """Of the list of members that its user goes by; None leaves it unchecked."""
         self._link = Link(address, token, name=name, timeout=timeout, tls=tls, local=local)
-        self._staging = staging
-        self._memory: HandoverPool | None = None
-        self._making = threading.Lock()
-        self._pid = os.getpid()
+        self._stage = Stage(staging)
 
     @property
     def address(self) -> str:
@@ -172,29 +169,29 @@ class RemoteProvider:
         buffers = [source.cast("B") for source in sources if source is not None]
         if len(buffers) != len(wanted):
             raise ChannelError("it wants bytes of tensors that it was told not to want")
-        starts, nbytes = lay_out([len(buffer) for buffer in buffers])
         if not sealed:
+            starts, _ = lay_out([len(buffer) for buffer in buffers])
             exchange.connection.send_gathered(list(pieces(starts, buffers)))
             return
-        fd = self._packed(starts, buffers, nbytes)
+        fd = self._stage.packed(buffers)
         try:
-            exchange.connection.send({"sealed": nbytes}, [fd])
+            exchange.connection.send({"sealed": len(buffers)}, [fd])
         finally:
             os.close(fd)
 
-    def _packed(self, starts: Sequence[int], buffers: Sequence[memoryview], nbytes: int) -> int:
-        """Sealed memory with all of them; its descriptor."""
-        with self._pool().take(nbytes) as memory:
-            copy_to(memory, starts, buffers)
-            return memory.seal()
+    @contextmanager
+    def staged(self, sources: Sequence[memoryview]) -> Iterator[None]:
+        """Begin to copy what ``put_part`` will be given inside the block, in this order.
 
-    def _pool(self) -> HandoverPool:
-        if self._pid != os.getpid():  # a fork has none of its parent's, nor its locks
-            self._memory, self._making, self._pid = None, threading.Lock(), os.getpid()
-        with self._making:
-            if self._memory is None:
-                self._memory = HandoverPool(policy=self._staging)
-            return self._memory
+        So that the caller can hash it meanwhile. Nothing of it may change from now on. Does nothing
+        where memory is not passed, and for nothing if other tensors are put.
+        """
+        buffers = [buffer for source in sources if (buffer := source.cast("B"))]
+        if sum(map(len, buffers)) < _PASSED or not self._link.near():
+            yield
+            return
+        with self._stage.ahead(buffers):
+            yield
 
     def read_part(self, version: VersionKey, ranges: Sequence[PartRange]) -> list[int]:
         """One request; bytes go straight into the buffers."""
@@ -226,9 +223,8 @@ class RemoteProvider:
             if one.key not in mapped:
                 missing.append(index)
             elif one.out.nbytes:
-                source = np.frombuffer(mapped[one.key], np.uint8)
-                target = np.frombuffer(one.out, np.uint8)
-                moves.append((_address(target), _address(source) + one.start, target.nbytes))
+                source = address_of(mapped[one.key]) + one.start
+                moves.append((address_of(one.out), source, one.out.nbytes))
         copy_ranges(moves)
         return missing
 
@@ -310,6 +306,14 @@ class RemoteProvider:
         """Needs the right ``admin`` to all models."""
         self._ask("drop_head", {"at": version_to_json(version)})
 
+    def removed(self, after: int = 0, limit: int = 1000) -> Sequence[ModelRecord]:
+        """Needs the right ``admin`` to all models."""
+        return self._records("removed", {"after": after, "limit": limit})
+
+    def keep_removed(self, record: ModelRecord) -> None:
+        """Needs the right ``admin`` to all models."""
+        self._ask("keep_removed", {"record": plain(record)})
+
     def find(self, reference: Reference) -> ModelRecord:
         """As its catalog has it."""
         return self._record("find", _named(reference))
@@ -370,9 +374,7 @@ class RemoteProvider:
     def close(self) -> None:
         """End the connections, and give back memory."""
         self._link.close()
-        memory, self._memory = self._memory, None
-        if memory is not None and self._pid == os.getpid():
-            memory.close()
+        self._stage.close()
 
 
 def _check_sources(part: NewPart, sources: Sequence[memoryview | None]) -> None:
@@ -398,10 +400,6 @@ def _named(reference: Reference) -> dict[str, Any]:
 
 def _indices(body: Sequence[bytes]) -> list[int]:
     return [int(n) for n in numbers_of(body[0])] if body else []
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _memory(fd: int, access: Access) -> memoryview:

@@ -51,6 +51,9 @@ def send_part(
         missing = [index for index, row in enumerate(rows) if row[0] not in places]
         found = [row for row in rows if row[0] in places]
         total = sum(nbytes for _, _, nbytes in found)
+        copies = _copies(provider, version, found)
+        if not files and total <= _COLLECTED:
+            copies = iter(list(copies))  # what is damaged is said, as long as nothing else was
         send(
             connection,
             {"missing": len(missing), "nbytes": total},
@@ -60,7 +63,8 @@ def send_part(
             if files:
                 _send_files(connection, found, places, files)
             else:
-                _send_copies(connection, provider, version, found)
+                for data in copies:
+                    connection.send_bytes(data)
         except SapwoodError as error:
             # Bytes are awaited now: the client hears of it by the end of the connection.
             raise BrokenPipeError(f"a part could not be sent to its end: {error}") from error
@@ -89,10 +93,10 @@ def _opened(
                     opening.callback(os.close, files[pack].fd)
             except CannotMap:
                 return places, {}
-            except NotFound:
+            except NotFound as error:
                 if attempt == _TRIES - 1:
-                    raise
-                continue
+                    raise Damaged(f"{error}; a pack is missing, run verify") from error
+                continue  # gc has moved what was in it
             stack.enter_context(opening.pop_all())
             _check_whole(places, files)
             return places, files
@@ -143,9 +147,9 @@ def _whole(fd: int, nbytes: int, at: int) -> bytes:
     return data
 
 
-def _send_copies(
-    connection: Connection, provider: LocalProvider, version: VersionKey, rows: Sequence[Row]
-) -> None:
+def _copies(
+    provider: LocalProvider, version: VersionKey, rows: Sequence[Row]
+) -> Iterator[memoryview]:
     for batch in _batches(rows):
         out = memoryview(bytearray(sum(nbytes for _, _, nbytes in batch)))
         ranges, at = [], 0
@@ -154,7 +158,7 @@ def _send_copies(
             at += nbytes
         if provider.read_part(version, ranges):
             raise Gone("a tensor was removed while it was sent")
-        connection.send_bytes(out)
+        yield out
 
 
 def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:

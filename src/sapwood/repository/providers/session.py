@@ -25,6 +25,7 @@ from sapwood.repository.providers.taking import take_part
 from sapwood.repository.providers.wire import (
     BODY_LIMIT,
     PROTOCOL,
+    checked_record,
     error_to_json,
     head_of,
     head_to_body,
@@ -295,6 +296,16 @@ class Session:
         self.provider.drop_head(self.version(message.get("at"), "delete"))
         self._ok()
 
+    def removed(self, message: Mapping[str, Any], _: Body) -> None:
+        self.rights.check("admin", _EVERYWHERE)
+        after, limit = number(message, "after"), number(message, "limit", 1, 100_000)
+        self._records(self.provider.removed(after, limit))
+
+    def keep_removed(self, message: Mapping[str, Any], _: Body) -> None:
+        self.rights.check("admin", _EVERYWHERE)
+        self.provider.keep_removed(checked_record(message.get("record")))
+        self._ok()
+
     def find(self, message: Mapping[str, Any], _: Body) -> None:
         self._name(message, "read")
         with self._discreet():
@@ -402,6 +413,6 @@ _PLACED = {
 _HANDLERS: Mapping[str, _Handler] = {
     name: getattr(Session, name)
     for name in (*sorted(_PLACED), "hello", "members", "take_members", "drop_part", "parts", "gc",
-                 "copy_head", "drop_head",
+                 "copy_head", "drop_head", "removed", "keep_removed",
                  "verify", "flush")
 }  # fmt: skip

@@ -85,7 +85,11 @@ def take_part(session: Session, message: Mapping[str, Any], body: Sequence[bytes
     versions = [session.version(one, "read") for one in others]
     durability = Durability(number(message, "durability", 0, int(max(Durability))))
     provider, connection = session.provider, session.connection
-    plan = provider.plan_part(part_of(version, body, versions), durability)
+    part = part_of(version, body, versions)
+    if part.same_as:  # what nobody has hashed yet is hashed now
+        plan = session.patiently(lambda _: provider.plan_part(part, durability))
+    else:
+        plan = provider.plan_part(part, durability)
     if plan.refused:
         _say(connection, "refused", plan.refused)
         return

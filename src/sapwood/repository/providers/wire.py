@@ -30,6 +30,7 @@ __all__ = [
     "BODY_LIMIT",
     "PROTOCOL",
     "RANGE",
+    "checked_record",
     "error_of",
     "error_to_json",
     "head_of",
@@ -190,6 +191,34 @@ def plain(value: Any) -> dict[str, Any]:
 def record_of(value: Mapping[str, Any]) -> ModelRecord:
     """The reverse, for records."""
     return made(ModelRecord, {**value, "tags": tuple(value["tags"])})
+
+
+def checked_record(value: Any) -> ModelRecord:
+    """The same, of somebody who may have made it up.
+
+    Raises:
+        StoreError: it is not well formed.
+    """
+    if not isinstance(value, dict):
+        raise StoreError("a record is a JSON object")
+    version_of([value.get("name"), value.get("version"), value.get("id")])
+    parent, parent_name = value.get("parent"), value.get("parent_name")
+    note, metrics = value.get("note"), value.get("metrics")
+    well_formed = (
+        _is_real(value.get("created"))
+        and _is_real(value.get("removed"))
+        and _is_size(value.get("nbytes"))
+        and _is_size(value.get("tensors"))
+        and (parent is None) == (parent_name is None)
+        and (parent is None or (_is_size(parent) and isinstance(parent_name, str)))
+        and isinstance(note, dict)
+        and isinstance(metrics, dict)
+        and all(map(_is_real, metrics.values()))
+        and isinstance(value.get("tags"), list)
+    )
+    if not well_formed:
+        raise StoreError("a record is not well formed")
+    return record_of(value)
 
 
 def kin_of(value: Mapping[str, Any]) -> Kin:
