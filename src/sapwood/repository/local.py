@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.errors import CannotMap, Damaged, Gone, NotFound
-from sapwood.repository.base import BlobPart, Kin, ModelRecord, NewModel, fresh
+from sapwood.repository.base import NOTHING, BlobPart, Kin, ModelRecord, NewModel, fresh
 from sapwood.repository.catalog import Catalog, NewPack, Place
 from sapwood.repository.cold import ColdReader, Cooled, cool
 from sapwood.repository.database import Database
@@ -23,7 +23,7 @@ from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.repository.sweeping import Swept, reclaim, sweep
 from sapwood.repository.verifying import Verified, verify
 from sapwood.storage import Durability, Keeper, Wanted
-from sapwood.storage.base import Mappable
+from sapwood.storage.base import Mappable, Syncing
 
 __all__ = ["LocalBackend", "equal_bytes"]
 
@@ -66,6 +66,8 @@ class LocalBackend:
                 return self._save(model, sources, shared, durability)
             except Gone:
                 alike = {}  # the parent was removed meanwhile
+            except NotFound:
+                continue  # gc took the pack for one whose writer had died
         return self._save(model, sources, {}, durability)
 
     def _save(
@@ -99,9 +101,13 @@ class LocalBackend:
         Raises:
             ModelExists: it is there.
             Gone: something it was to share with others was removed.
+            NotFound: gc has removed the pack, as nobody had said for long that it is in use.
         """
         try:
-            record = self.catalog.add(model, pack, synced=synced)
+            if synced:
+                self._sync([blob for blob in model.manifest.blobs if blob > NOTHING])
+            check = (lambda: self.keeper.size(pack.key)) if pack is not None else (lambda: 0)
+            record = self.catalog.add(model, pack, synced=synced, check=check)
         except BaseException:
             if pack is not None:
                 self.keeper.remove([pack.key])
@@ -109,6 +115,13 @@ class LocalBackend:
         if pack is not None and not is_hidden(model.name):  # what goes soon is not worth hashing
             self._merger.wake()
         return record
+
+    def _sync(self, blobs: Sequence[int]) -> None:
+        """Blobs that are shared may have been saved with less durability than is promised now."""
+        if isinstance(self.keeper, Syncing):
+            places = self.catalog.places(blobs)
+            bases = self._cold.bases(places.values())
+            self.keeper.sync({place.pack for place in (*places.values(), *bases.values())})
 
     def _same(self, sources: Sequence[memoryview], alike: Mapping[int, int]) -> dict[int, int]:
         """Those of the blobs that may be equal which are, by every byte."""
@@ -137,7 +150,7 @@ class LocalBackend:
             try:
                 plain = [part for part in parts if places[part.blob].base is None]
                 self.keeper.read([_wanted(places[part.blob], part) for part in plain])
-                self._read_cold(places, [part for part in parts if part not in plain])
+                self._read_cold(places, [p for p in parts if places[p.blob].base is not None])
             except NotFound as error:
                 if attempt == _TRIES - 1:
                     raise Damaged(f"{self.name}: {error}; a pack is missing") from error

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,9 @@ _BATCH = 64
 _BLOCK = 4 * 2**20
 
 
+_MERGERS: weakref.WeakSet[Merger] = weakref.WeakSet()
+
+
 class Merger:
     """One thread that hashes blobs nobody has hashed yet; ``close`` ends it between two blobs."""
 
@@ -34,6 +39,7 @@ class Merger:
         self._again = False
         self._closed = False
         self._missed: set[Place] = set()
+        _MERGERS.add(self)
 
     def wake(self) -> None:
         """There is something to hash."""
@@ -57,6 +63,11 @@ class Merger:
             thread = self._thread
         if thread is not None:
             thread.join()
+
+    def inherit(self) -> None:
+        """In a child: the thread is the parent's, and so is whoever held the lock."""
+        self._lock = threading.Lock()
+        self._thread = None
 
     def _run(self) -> None:
         try:
@@ -101,6 +112,14 @@ class Merger:
             strong.update(part)
             fast.update(part)
         return strong.digest(), fast.digest()
+
+
+def _in_child() -> None:
+    for merger in list(_MERGERS):
+        merger.inherit()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def digest_of(data: Any) -> bytes:

@@ -305,6 +305,19 @@ class Shareable(Protocol):
 
 
 @runtime_checkable
+class Syncing(Protocol):
+    """A keeper that can make objects durable that were put with less."""
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Return when objects would survive a power cut.
+
+        Raises:
+            NotFound: one is not there.
+        """
+        ...
+
+
+@runtime_checkable
 class Linkable(Protocol):
     """A keeper that gives bytes a second key without moving them; each can be removed by itself."""
 

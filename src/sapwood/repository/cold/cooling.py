@@ -162,7 +162,10 @@ def _cool(
     ]
     try:
         _verify(reader, key, blobs, {pair.blob: pair.digest for pair, _ in forms})
-        done = cool_blobs(catalog, NewPack(key=key, nbytes=nbytes, blobs=()), blobs, chain)
+        pack = NewPack(key=key, nbytes=nbytes, blobs=())
+        done = cool_blobs(catalog, pack, blobs, chain, lambda: keeper.size(key))
+    except NotFound:  # a gc took the pack for one whose writer had died; the next time will do
+        return Cooled(kept=len(pairs))
     except BaseException:
         keeper.remove([key])
         raise
