@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound, StoreError
@@ -232,14 +232,24 @@ class Catalog:
 
     # -- adding ------------------------------------------------------------------------------
 
-    def add(self, model: NewModel, pack: NewPack | None, *, synced: bool = False) -> ModelRecord:
+    def add(
+        self,
+        model: NewModel,
+        pack: NewPack | None,
+        *,
+        synced: bool = False,
+        check: Callable[[], object] = lambda: None,
+    ) -> ModelRecord:
         """Make a version be there, with all it refers to.
+
+        ``check`` is called where no gc can come in between: it raises if the pack is not there.
 
         Raises:
             ModelExists: it is there.
             Gone: something it was to share with others was removed.
         """
         with self._database.writing(synced=synced) as db:
+            check()
             blobs = model.manifest.blobs
             shared = blobs
             if pack is not None:
@@ -348,6 +358,19 @@ class Catalog:
 
     # -- packs -------------------------------------------------------------------------------
 
+    def strangers(self, keys: Iterable[str], remove: Callable[[Sequence[str]], None]) -> set[str]:
+        """Let those keys be removed that are no packs of this catalog; which.
+
+        In one transaction: a writer whose pack is among them has said so before, and keeps it, or
+        finds out when it wants to.
+        """
+        with self._database.writing() as db:
+            known = {row[0] for row in db.execute("SELECT key FROM pack")}
+            found = set(keys) - known
+            if found:
+                remove(sorted(found))
+            return found
+
     def packs(self) -> list[PackRow]:
         """All packs, oldest first."""
         with self._database.reading() as db:
@@ -404,9 +427,19 @@ class Catalog:
             db.executemany("DELETE FROM pack WHERE id = ?", [(row[0],) for row in rows])
             return [PackRow(*row) for row in rows]
 
-    def move(self, old: int, pack: NewPack, starts: Mapping[int, int]) -> bool:
-        """Note that the blobs of a pack lie in a new one; False if all were removed meanwhile."""
+    def move(
+        self,
+        old: int,
+        pack: NewPack,
+        starts: Mapping[int, int],
+        check: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Note that the blobs of a pack lie in a new one; False if all were removed meanwhile.
+
+        ``check`` as in ``add``.
+        """
         with self._database.writing() as db:
+            check()
             mine = {row[0] for row in db.execute("SELECT id FROM blob WHERE pack = ?", (old,))}
             moving = mine & starts.keys()
             if not moving:
@@ -634,9 +667,11 @@ class Catalog:
     def _forget(self, db: sqlite3.Connection, blobs: Sequence[int]) -> None:
         for blob in blobs:
             query = f"SELECT refs, pack, {_PACKED}, same_as, base FROM blob WHERE id = ?"  # noqa: S608
-            refs, pack, nbytes, same_as, base = one(db, query, (blob,))
-            if refs > 0:
+            row = one(db, query, (blob,))
+            # It may be gone already, with one of these that was the same as it or had it as base.
+            if row is None or row[0] > 0:
                 continue
+            _, pack, nbytes, same_as, base = row
             db.execute("DELETE FROM blob WHERE id = ?", (blob,))
             if same_as is None:
                 db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,11 @@ __all__ = ["Database"]
 
 _PATIENCE = 60.0
 """Seconds to wait for another process that writes."""
+
+
+_OPEN: weakref.WeakSet[Database] = weakref.WeakSet()
+_INHERITED: list[sqlite3.Connection] = []
+"""Of a parent: to close one in a child would touch what the parent is using."""
 
 
 class Database:
@@ -34,6 +40,7 @@ class Database:
         self._pid = -1
         self._connection: sqlite3.Connection | None = None
         self._closed = False
+        _OPEN.add(self)
         with self._lock, _as_store_errors(path):
             self._prepare(self._open())
 
@@ -81,6 +88,12 @@ class Database:
             if self._connection is not None and self._pid == os.getpid():
                 self._connection.close()
             self._connection = None
+
+    def inherit(self) -> None:
+        """In a child: whoever held the lock in the parent is not here to release it."""
+        self._lock = threading.RLock()
+        if self._connection is not None:
+            _INHERITED.append(self._connection)
 
     def _open(self) -> sqlite3.Connection:
         if self._closed:
@@ -165,3 +178,11 @@ def _as_store_errors(path: Path | None) -> Iterator[None]:
         if "full" in text:
             raise StoreError(f"no room for the catalog {path}: {text}; make room") from error
         raise StoreError(f"the catalog {path}: {text}") from error
+
+
+def _in_child() -> None:
+    for database in list(_OPEN):
+        database.inherit()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.errors import CannotMap, Damaged, Gone, NotFound
-from sapwood.repository.base import BlobPart, Kin, ModelRecord, NewModel, fresh
+from sapwood.repository.base import NOTHING, BlobPart, Kin, ModelRecord, NewModel, fresh
 from sapwood.repository.catalog import Catalog, NewPack, Place
 from sapwood.repository.cold import ColdReader, Cooled, cool
 from sapwood.repository.database import Database
 from sapwood.repository.manifest import Manifest
-from sapwood.repository.merging import Merger, harden
+from sapwood.repository.merging import Merger, sync
 from sapwood.repository.names import Reference, is_hidden
 from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.repository.sweeping import Swept, reclaim, sweep
@@ -67,6 +67,8 @@ class LocalBackend:
                 return self._save(model, sources, shared, durability)
             except Gone:
                 alike = {}  # the parent was removed meanwhile
+            except NotFound:
+                continue  # gc took the pack for one whose writer had died
         return self._save(model, sources, {}, durability)
 
     def _save(
@@ -100,17 +102,14 @@ class LocalBackend:
         Raises:
             ModelExists: it is there.
             Gone: something it was to share with others was removed.
+            NotFound: gc has removed the pack, as nobody had said for long that it is in use.
         """
         try:
             if synced:
-                shared = [blob for blob in model.manifest.blobs if blob >= 0]
-                harden(self.catalog, self.keeper, self.catalog.unsynced(shared))
+                self._sync([blob for blob in model.manifest.blobs if blob > NOTHING])
                 pack = None if pack is None else replace(pack, synced=True)
-            record = self.catalog.add(model, pack, synced=synced)
-        except NotFound as error:
-            if pack is not None:
-                self.keeper.remove([pack.key])
-            raise Gone(f"{self.name}: {error}; gc has moved it") from error
+            check = (lambda: self.keeper.size(pack.key)) if pack is not None else (lambda: 0)
+            record = self.catalog.add(model, pack, synced=synced, check=check)
         except BaseException:
             if pack is not None:
                 self.keeper.remove([pack.key])
@@ -118,6 +117,13 @@ class LocalBackend:
         if pack is not None and not is_hidden(model.name):  # what goes soon is not worth hashing
             self._merger.wake()
         return record
+
+    def _sync(self, blobs: Sequence[int]) -> None:
+        """Blobs that are shared may have been saved with less durability than is promised now."""
+        try:
+            sync(self.catalog, self.keeper, self.catalog.unsynced(blobs))
+        except NotFound as error:
+            raise Gone(f"{self.name}: {error}; gc has moved it") from error
 
     def _same(self, sources: Sequence[memoryview], alike: Mapping[int, int]) -> dict[int, int]:
         """Those of the blobs that may be equal which are, by every byte."""

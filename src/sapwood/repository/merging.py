@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,13 +18,16 @@ from typing import Any
 from sapwood.errors import NotFound, SapwoodError
 from sapwood.repository.catalog import Catalog, Place
 from sapwood.storage import Keeper, Wanted
-from sapwood.storage.base import Hardening
+from sapwood.storage.base import Syncing
 
-__all__ = ["Merger", "digest_of", "harden", "mark_of", "strong_hash"]
+__all__ = ["Merger", "digest_of", "mark_of", "strong_hash", "sync"]
 
 log = logging.getLogger(__name__)
 _BATCH = 64
 _BLOCK = 4 * 2**20
+
+
+_MERGERS: weakref.WeakSet[Merger] = weakref.WeakSet()
 
 
 class Merger:
@@ -36,6 +41,7 @@ class Merger:
         self._again = False
         self._closed = False
         self._gone: set[str] = set()
+        _MERGERS.add(self)
 
     def wake(self) -> None:
         """There is something to hash."""
@@ -60,6 +66,11 @@ class Merger:
         if thread is not None:
             thread.join()
 
+    def inherit(self) -> None:
+        """In a child: the thread is the parent's, and so is whoever held the lock."""
+        self._lock = threading.Lock()
+        self._thread = None
+
     def _run(self) -> None:
         try:
             while self._goes_on():
@@ -79,7 +90,7 @@ class Merger:
     def _note(self, found: list[tuple[int, bytes, bytes]]) -> None:
         while packs := self._catalog.hashed(found):
             try:
-                harden(self._catalog, self._keeper, packs)
+                sync(self._catalog, self._keeper, packs)
             except NotFound:  # moved by gc meanwhile, or missing if it is so again
                 if self._gone.intersection(packs):
                     raise
@@ -113,7 +124,15 @@ class Merger:
         return strong.digest(), fast.digest()
 
 
-def harden(catalog: Catalog, keeper: Keeper, packs: Sequence[str]) -> None:
+def _in_child() -> None:
+    for merger in list(_MERGERS):
+        merger.inherit()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def sync(catalog: Catalog, keeper: Keeper, packs: Sequence[str]) -> None:
     """Make packs survive a power cut.
 
     Raises:
@@ -121,8 +140,8 @@ def harden(catalog: Catalog, keeper: Keeper, packs: Sequence[str]) -> None:
     """
     if not packs:
         return
-    if isinstance(keeper, Hardening):
-        keeper.harden(packs)
+    if isinstance(keeper, Syncing):
+        keeper.sync(packs)
     catalog.synced(packs)
 
 

@@ -48,11 +48,10 @@ def sweep(
     said("looking for saves that never ended")
     drafts = keeper.sweep(quiet)
     dead, written = _give_back(catalog, keeper, said)
-    orphans = _orphans(catalog, keeper, quiet)
-    keeper.remove(key for key, _ in orphans)
+    orphans = _remove_orphans(catalog, keeper, quiet)
     return Swept(
         packs=len(dead) + len(orphans),
-        freed=sum(row.nbytes for row in dead) + sum(size for _, size in orphans) - written,
+        freed=sum(row.nbytes for row in dead) + sum(orphans) - written,
         drafts=drafts,
         live=sum(row.live for row in catalog.packs()),
     )
@@ -100,14 +99,19 @@ def _write_anew(catalog: Catalog, keeper: Keeper, row: PackRow) -> int:
         draft.write_parts(pieces(starts, blobs))
         draft.publish()
     found = {place.blob: start for place, start in zip(places, starts, strict=True)}
-    if not catalog.move(row.id, NewPack(key=key, nbytes=nbytes, blobs=(), synced=True), found):
+    pack = NewPack(key=key, nbytes=nbytes, blobs=(), synced=True)
+    try:
+        moved = catalog.move(row.id, pack, found, lambda: keeper.size(key))
+    except NotFound:  # another gc took it for one whose writer had died
+        return 0
+    if not moved:
         keeper.remove([key])
         return 0
     return nbytes
 
 
-def _orphans(catalog: Catalog, keeper: Keeper, quiet: float) -> list[tuple[str, int]]:
-    """Packs that no catalog knows: their writers died before they could say so, or will yet."""
-    entries = [e for e in keeper.list(FOLDER) if time.time() - e.changed >= quiet]
-    known = {row.key for row in catalog.packs()}
-    return [(entry.key, entry.nbytes) for entry in entries if entry.key not in known]
+def _remove_orphans(catalog: Catalog, keeper: Keeper, quiet: float) -> list[int]:
+    """Sizes of packs that no catalog knows: their writers died before they could say so."""
+    entries = {e.key: e.nbytes for e in keeper.list(FOLDER) if time.time() - e.changed >= quiet}
+    removed = catalog.strangers(entries, keeper.remove) if entries else set()
+    return [entries[key] for key in removed]

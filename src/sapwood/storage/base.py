@@ -305,14 +305,14 @@ class Shareable(Protocol):
 
 
 @runtime_checkable
-class Hardening(Protocol):
-    """A keeper that can make objects outlive a power cut after they were published."""
+class Syncing(Protocol):
+    """A keeper that can make objects durable that were put with less."""
 
-    def harden(self, keys: Iterable[str]) -> None:
-        """Return when these objects are on the device.
+    def sync(self, keys: Iterable[str]) -> None:
+        """Return when objects would survive a power cut.
 
         Raises:
-            NotFound: one of them is not there.
+            NotFound: one is not there.
         """
         ...
 

@@ -145,12 +145,17 @@ class FolderKeeper(CommonKeeper):
         """
         self.files.make_folder(self.folder / DRAFTS)
 
-    def harden(self, keys: Iterable[str]) -> None:
-        """Sync files, and the folders they are in."""
-        for key in map(checked_key, keys):
-            path = self.path(key)
+    def sync(self, keys: Iterable[str]) -> None:
+        """Sync files that may have been put with less, and their names; nothing on a tmpfs."""
+        self._check_open()
+        if self.durability < Durability.SYNCED:
+            return
+        paths = {key: self.path(checked_key(key)) for key in keys}
+        for key, path in paths.items():
             with self._errors("sync", path):
                 self._sync(key)
+        for path in {path.parent: path for path in paths.values()}.values():
+            with self._errors("sync", path):
                 self.sync_above(path)
 
     def _sync(self, key: str) -> None:

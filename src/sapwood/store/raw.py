@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from sapwood.buffers.fresh import fresh_memory
 from sapwood.errors import StoreError
+from sapwood.repository.base import NOTHING
 from sapwood.repository.manifest import DTYPES, TensorRow
 
-__all__ = ["bytes_of", "dtype_name", "empty", "tensor_in"]
+__all__ = ["bytes_of", "dtype_name", "empty", "tensor_in", "tensors_apart"]
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -57,3 +59,27 @@ def tensor_in(memory: Any, row: TensorRow) -> Tensor:
         return torch.empty(row.shape, dtype=dtype)
     flat = torch.from_numpy(np.frombuffer(memory, np.uint8))
     return flat.view(dtype).reshape(row.shape)
+
+
+def tensors_apart(rows: Iterable[TensorRow], mapped: Mapping[int, memoryview]) -> dict[int, Tensor]:
+    """Tensors in mapped memory of blobs, by number; none shares memory with another one.
+
+    Equal tensors are one blob, or several at one place. Only ties share memory, and those have one
+    number: to write to one of two tensors that are merely equal must not change the other.
+    """
+    found: dict[int, Tensor] = {}
+    taken: set[int] = set()
+    for row in rows:
+        if row.blob == NOTHING:
+            found[row.number] = empty(row)
+            continue
+        tensor = tensor_in(mapped[row.blob], row)
+        # Nothing was written to the memory yet, so that its first tensor is as good as the blob.
+        if tensor.data_ptr() in taken:
+            copy = empty(row)
+            bytes_of(copy)[:] = mapped[row.blob]
+            found[row.number] = copy
+            continue
+        found[row.number] = tensor
+        taken.add(tensor.data_ptr())
+    return found

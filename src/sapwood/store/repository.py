@@ -47,7 +47,7 @@ from sapwood.store.comparing import Change, compare, compare_files
 from sapwood.store.finding import ordered, search
 from sapwood.store.kept import alike_files, check_files
 from sapwood.store.known import KnownStates
-from sapwood.store.raw import bytes_of, dtype_name, empty, tensor_in
+from sapwood.store.raw import bytes_of, dtype_name, empty, tensors_apart
 from sapwood.store.selection import select
 from sapwood.store.stored import StoredModel
 from sapwood.store.targets import check_fit, fill, named_tensors, names_of
@@ -255,10 +255,7 @@ class Repository:
         blobs = [row.blob for row in rows if row.blob != NOTHING]
         mapped = self._backend.mapped(blobs) if isinstance(self._backend, Mappable) else None
         if mapped is not None:
-            return {
-                row.number: tensor_in(mapped[row.blob], row) if row.blob != NOTHING else empty(row)
-                for row in rows
-            }
+            return tensors_apart(rows, mapped)
         found = {row.number: empty(row) for row in rows}
         self._backend.read(
             [

@@ -84,18 +84,18 @@ def put_together(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
     Raises:
         Damaged: the structure is not one that ``take_apart`` makes.
     """
-    made: dict[int, Tensor] = {}
+    plain: dict[int, Tensor] = {}
+    made: dict[tuple[int, bool, bool], Tensor] = {}
 
     def place(facts: Any) -> Tensor:
         number = facts["at"]
-        if number not in made:
-            found = tensor(number)
-            if facts.get("parameter"):
-                found = nn.Parameter(found, requires_grad=bool(facts.get("grad")))
-            elif facts.get("grad"):
-                found = found.requires_grad_()
-            made[number] = found
-        return made[number]
+        kind = number, bool(facts.get("parameter")), bool(facts.get("grad"))
+        if kind not in made:
+            if number not in plain:
+                plain[number] = tensor(number)
+            # A parameter and a plain view of it are tied, and still two objects of two kinds.
+            made[kind] = _of_kind(plain[number], parameter=kind[1], grad=kind[2])
+        return made[kind]
 
     try:
         return from_plain(_placed(structure, place))
@@ -103,6 +103,12 @@ def put_together(structure: Any, tensor: Callable[[int], Tensor]) -> Any:
         raise Damaged(str(error)) from error
     except (KeyError, TypeError, IndexError, RecursionError) as error:
         raise Damaged(f"the structure of a stored model is damaged: {error}") from error
+
+
+def _of_kind(tensor: Tensor, *, parameter: bool, grad: bool) -> Tensor:
+    if parameter:
+        return nn.Parameter(tensor, requires_grad=grad)
+    return tensor.detach().requires_grad_() if grad else tensor
 
 
 def other_entries(manifest: Manifest) -> list[str]:

@@ -18,7 +18,7 @@ from sapwood.repository.cold.form import encode, needs_zstd
 from sapwood.repository.cold.pairs import BlobPair, ColdBlob, cool_blobs, pairs_worth
 from sapwood.repository.cold.reading import ColdReader
 from sapwood.repository.manifest import Manifest, nbytes_of
-from sapwood.repository.merging import digest_of, harden
+from sapwood.repository.merging import digest_of, sync
 from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.storage import Durability, Keeper
 
@@ -175,9 +175,11 @@ def _cool(
     ]
     try:
         _verify(reader, key, written, {pair.blob: pair.digest for pair, _ in forms})
-        harden(catalog, keeper, catalog.unsynced(pair.base for pair, _ in forms))
+        sync(catalog, keeper, catalog.unsynced(pair.base for pair, _ in forms))
         pack = NewPack(key=key, nbytes=nbytes, blobs=(), synced=True)
-        done = cool_blobs(catalog, pack, written, chain)
+        done = cool_blobs(catalog, pack, written, chain, lambda: keeper.size(key))
+    except NotFound:  # a gc took the pack for one whose writer had died; the next time will do
+        return Cooled(kept=len(pairs))
     except BaseException:
         keeper.remove([key])
         raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sapwood.repository.catalog import Catalog, NewPack, Place
@@ -100,7 +100,11 @@ def _allowed(db: sqlite3.Connection, blob: int, base: int, chain: int) -> bool:
 
 
 def cool_blobs(
-    catalog: Catalog, pack: NewPack, blobs: Sequence[ColdBlob], chain: int
+    catalog: Catalog,
+    pack: NewPack,
+    blobs: Sequence[ColdBlob],
+    chain: int,
+    check: Callable[[], object] = lambda: None,
 ) -> list[ColdBlob]:
     """Say that blobs are in cold form in a new pack; those that are still as they were.
 
@@ -108,6 +112,7 @@ def cool_blobs(
     """
     done = []
     with catalog.database.writing(synced=True) as db:
+        check()  # as in ``Catalog.add``
         insert = "INSERT INTO pack (key, nbytes, live, synced) VALUES (?, ?, 0, ?)"
         new = db.execute(insert, (pack.key, pack.nbytes, pack.synced)).lastrowid
         for each in blobs:

@@ -32,7 +32,7 @@ from sapwood.repository.objects.layout import (
 )
 from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.storage import Durability, Keeper
-from sapwood.storage.base import Hardening
+from sapwood.storage.base import Syncing
 
 __all__ = [
     "LEASE_KIND",
@@ -195,8 +195,8 @@ def write(keeper: Keeper, todo: Plan, shared: set[str], durability: Durability) 
         rows=head.rows,
     )
     try:
-        if durability >= Durability.SYNCED and isinstance(keeper, Hardening):
-            keeper.harden({row.pack for row in rows.values()} - {pack})
+        if durability >= Durability.SYNCED and isinstance(keeper, Syncing):
+            keeper.sync({row.pack for row in rows.values()} - {pack})
         if pack is not None:
             with keeper.begin(pack, nbytes, durability=durability) as draft:
                 draft.write_parts(pieces(starts, [one.data for one in new]))
