@@ -11,14 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from sapwood.buffers import FaultCount
 from sapwood.buffers.mapping import HUGE_PAGE
+from sapwood.channel.handshake import key_of as token_key
 from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
 from sapwood.repository.names import Reference
+from sapwood.repository.providers.local import open_provider
 from sapwood.repository.providers.placement import key_of
 from sapwood.repository.providers.remote import RemoteProvider
+from sapwood.repository.providers.rights import owner_rights
+from sapwood.repository.providers.server import ProviderServer
 from tests.repository.providers.conftest import Host, connected
-from tests.repository.providers.host import READER
-from tests.repository.providers.models import load, quiet, read, save, tensor, version_of
+from tests.repository.providers.host import READER, TOKEN
+from tests.repository.providers.models import load, put, quiet, read, save, tensor, version_of
 
 ROUNDS = 12
 
@@ -210,3 +215,34 @@ def test_damage_is_said_by_who_reads_it(host: Host, tmp_path: Path, way: str) ->
         assert load(provider, "sound@1") == [tensor(3, 5000)]
         problems = provider.verify(said=quiet).problems
         assert sorted(problem.split("@")[0] for problem in problems) == ["large", "small"]
+
+
+@pytest.mark.parametrize("staging", ["preallocated", "on_demand"])
+def test_memory_that_is_ready_takes_no_page_faults(staging: str) -> None:
+    tokens = {token_key(TOKEN): (TOKEN, owner_rights())}
+    local = open_provider("memory:", staging=staging)
+    server = ProviderServer(local, tokens)
+    try:
+        with closing(
+            RemoteProvider(server.address, TOKEN, local=True, staging=staging)
+        ) as provider:
+            faults = []
+            for n in range(2):
+                if staging == "preallocated":
+                    provider._stage.pool().prepare(25 * 2**20)
+                version = provider.reserve("a", str(n))
+                data = [bytes([i]) * (8 * 2**20) + bytes([n]) for i in range(1, 4)]
+                with FaultCount() as found:
+                    assert put(provider, version, data) == []
+                faults.append(found.minor)
+                assert read(provider, version, [key_of(one) for one in data]) == data
+            stats = provider._stage.pool().stats()
+            if staging == "preallocated":
+                assert stats.late == 0
+                assert max(faults) < 600
+            else:
+                assert (stats.ahead, stats.ready) == (0, 0)
+                assert min(faults) > 6000
+    finally:
+        server.close()
+        local.close()

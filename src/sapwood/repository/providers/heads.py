@@ -26,6 +26,7 @@ __all__ = ["RESERVED_SECONDS", "HeadStore"]
 
 RESERVED_SECONDS = 600.0
 """How long a version is somebody's who has reserved it, and neither saved it nor given it up."""
+_MOST_RESERVED = 100_000
 _PREFIX = struct.Struct("<8sI")
 _MAGIC = b"SWKEYS01"
 _MARK = KEY_BYTES - 8
@@ -66,6 +67,8 @@ class HeadStore:
         """
         with self._lock:
             self._expire()
+            if len(self._reserved) >= _MOST_RESERVED:
+                raise StoreError(f"{_MOST_RESERVED} versions are being saved already; try later")
             if version is None:
                 version = next_version([*self._versions(name), *self._reserved_of(name)])
             else:

@@ -154,7 +154,7 @@ class Link:
         return self._unix is not None
 
     @contextmanager
-    def exchange(self, *, timeout: float | None = None) -> Iterator[Exchange]:
+    def exchange(self) -> Iterator[Exchange]:
         """A connection for one request.
 
         Raises:
@@ -168,12 +168,8 @@ class Link:
             raise StoreError(f"the connection to {self.label} was closed; open it again")
         try:
             with self._pool.connection(_Answered) as connection:
-                if timeout is not None:
-                    connection.timeout = timeout
-                try:
-                    yield Exchange(connection)
-                finally:
-                    connection.timeout = self._timeout
+                connection.timeout = self._timeout
+                yield Exchange(connection)
         except _Answered as answered:
             raise answered.error from None
         except SapwoodError:
