@@ -111,6 +111,9 @@ def test_links_keep_their_rate() -> None:
         assert made.measure() <= 0.4 * 1.15
     with Machines(2) as made:
         assert made.measure() > 0.4 * 1.15
+    with Machines(3, gbit=0.4, unlimited=[0, 1]) as made:
+        assert made.measure(0, 1) > 0.4 * 1.15
+        assert made.measure(0, 2) <= 0.4 * 1.15
 
 
 @needs_machines

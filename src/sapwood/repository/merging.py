@@ -20,7 +20,7 @@ from sapwood.repository.catalog import Catalog, Place
 from sapwood.storage import Keeper, Wanted
 from sapwood.storage.base import Syncing
 
-__all__ = ["Merger", "digest_of", "mark_of", "strong_hash", "sync"]
+__all__ = ["Merger", "digest_of", "mark_of", "plain_mark_of", "strong_hash", "sync"]
 
 log = logging.getLogger(__name__)
 _BATCH = 64
@@ -162,6 +162,11 @@ def mark_of(data: Any) -> bytes:
     found = _fast()
     found.update(data)
     return bytes(found.digest())
+
+
+def plain_mark_of(data: Any) -> bytes:
+    """The same, as it is where xxhash is not installed."""
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _strong() -> Any:

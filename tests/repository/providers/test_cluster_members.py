@@ -10,6 +10,7 @@ import torch
 
 from sapwood.errors import ConfigError, ModelExists, ModelNotFound, StoreError, Unreachable
 from sapwood.repository.base import ModelRecord
+from sapwood.repository.merging import plain_mark_of
 from sapwood.repository.providers.base import Member, Members
 from sapwood.repository.providers.cluster import ClusterBackend
 from sapwood.repository.providers.cluster_places import HEAD
@@ -370,3 +371,63 @@ def test_a_member_of_another_repository_is_not_taken_away_from_it(cluster: Clust
     del cluster.nodes["p5"]
     backend.close()
     stranger.close()
+
+
+def test_a_lost_provider_that_comes_back_leads_nobody_astray() -> None:
+    cluster = Cluster(3, replicas=2)
+    backend = cluster.backend()
+    repo = filled(cluster, backend, 3)
+    cluster.nodes["p1"].dead = True
+    backend.membership.leave("p1", lost=True, said=quiet)
+    cluster.nodes["p1"].dead = False
+    late = cluster.backend(cluster.nodes["p1"].provider.members())
+    late.links.look_around(5.0)
+    assert late.members == backend.members
+    Repository(late, durability=cluster.durability).save(weights(5), "late@1")
+    assert same(repo.load("late@1"), weights(5))
+    assert repo.verify().problems == []
+    late.close()
+    backend.close()
+    cluster.close()
+
+
+def test_keys_of_clients_without_the_fast_hash_move_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(2)
+    backend = cluster.backend()
+    with monkeypatch.context() as patch:
+        patch.setattr("sapwood.repository.providers.placement.mark_of", plain_mark_of)
+        repo = filled(cluster, backend, 6)
+    moved = backend.membership.join(cluster.add(2).member, said=quiet)
+    assert moved.problems == []
+    assert moved.tensors
+    assert all(same(repo.load(f"m{n}"), weights(n)) for n in range(6))
+    backend.close()
+    cluster.close()
+
+
+def test_damage_is_not_copied() -> None:
+    cluster = Cluster(2)
+    backend = cluster.backend()
+    repo = filled(cluster, backend, 6)
+    for node in cluster.nodes.values():
+        keeper = node.provider.parts_here.backend.keeper
+        read = keeper.read
+
+        def damaged(wanted, read=read):  # type: ignore[no-untyped-def]
+            read(wanted)
+            for one in wanted:
+                if len(one.out) == 53 * 4:  # w3
+                    one.out[0] ^= 1
+
+        keeper.read = damaged  # type: ignore[method-assign]
+    moved = backend.membership.join(cluster.add(2).member, said=quiet)
+    assert moved.tensors
+    assert all("no sound copy of 1 of its tensors" in problem for problem in moved.problems)
+    assert moved.problems
+    for node in cluster.nodes.values():
+        node.provider.parts_here.backend.keeper.__dict__.pop("read", None)
+    assert all(same(repo.load(f"m{n}"), weights(n)) for n in range(6))  # nothing was dropped
+    backend.close()
+    cluster.close()

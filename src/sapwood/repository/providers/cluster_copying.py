@@ -13,7 +13,7 @@ from sapwood.repository.merging import digest_of
 from sapwood.repository.providers.base import Member, NewPart, PartRange, Provider, VersionKey
 from sapwood.repository.providers.cluster_handles import size_of
 from sapwood.repository.providers.cluster_links import Links
-from sapwood.repository.providers.placement import key_of
+from sapwood.repository.providers.placement import is_key_of
 from sapwood.storage import Durability
 
 __all__ = ["Copied", "Copier"]
@@ -69,7 +69,7 @@ class Copier:
         for holder in holders:
             wanted = [key for key in keys if key not in found and holder in keys[key]]
             for key in self._from(holder, version, wanted, memory):
-                if key_of(memory[key]) == key:  # damaged there; another copy may be sound
+                if is_key_of(key, memory[key]):  # damaged there; another copy may be sound
                     found[key] = memory[key]
         return found
 

@@ -168,6 +168,16 @@ class Links:
             self._members = members
         return True
 
+    def look_around(self, seconds: float) -> None:
+        """Go by the newest list of those who answer in time.
+
+        One that was given up as lost and has come back would go on by its own for ever.
+        """
+        asked = dict.fromkeys(self._members.members, lambda provider: provider.members())
+        if len(asked) > 1:
+            for found in self.each(asked, seconds=seconds).got.values():
+                self.adopt(found)
+
     def current(self, call: Callable[[Members], T]) -> T:
         """Call with the list, and again as long as it was changed meanwhile.
 

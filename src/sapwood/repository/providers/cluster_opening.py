@@ -19,6 +19,8 @@ from sapwood.storage import Durability
 __all__ = ["SCHEME", "ClusterSettings", "open_cluster"]
 
 SCHEME = "sapwood://"
+_LOOK_SECONDS = 3.0
+"""For the other providers to say whether they have a newer list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,9 @@ def open_cluster(place: str, settings: ClusterSettings) -> tuple[ClusterBackend,
     def connect(member: Member, epoch: Callable[[], int]) -> _Client:
         return _Client(member, epoch, settings, tls)
 
-    return ClusterBackend(place, members, connect), most
+    backend = ClusterBackend(place, members, connect)
+    backend.links.look_around(_LOOK_SECONDS)
+    return backend, most
 
 
 class _Client(RemoteProvider):

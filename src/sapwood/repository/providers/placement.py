@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sapwood.errors import ConfigError
-from sapwood.repository.merging import mark_of
+from sapwood.repository.merging import mark_of, plain_mark_of
 from sapwood.repository.providers.base import Member, Members
 
-__all__ = ["KEY_BYTES", "key_of", "order", "places"]
+__all__ = ["KEY_BYTES", "is_key_of", "key_of", "order", "places"]
 
 KEY_BYTES = 24
 
@@ -26,6 +26,14 @@ def key_of(data: Any) -> bytes:
     """
     nbytes = memoryview(data).nbytes
     return nbytes.to_bytes(8, "little") + mark_of(data) if nbytes else b""
+
+
+def is_key_of(key: bytes, data: Any) -> bool:
+    """Whether a key is that of these bytes, whichever of the fast hashes its maker had."""
+    return key in (
+        key_of(data),
+        memoryview(data).nbytes.to_bytes(8, "little") + plain_mark_of(data),
+    )
 
 
 def order(members: Sequence[Member], key: bytes) -> list[Member]:
