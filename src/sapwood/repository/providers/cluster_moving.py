@@ -57,9 +57,10 @@ def move(
     moving = _Moving(links, members, Copier(links), Moved())
     heads = heads_of(links, sources)
     for version, parts in parts_of(links, sources):
-        if version.id in heads:
+        head = heads.get(version.id)
+        if head is not None and head.version == version:
             said(f"looking at {version.name}@{version.version}")
-            moving.tensors(heads[version.id], parts)
+            moving.tensors(head, parts)
     for copies in heads.values():
         moving.head(copies)
     return moving.done
