@@ -172,8 +172,9 @@ def test_numbers_grow_with_time_and_may_be_given(catalog: Catalog) -> None:
     assert 0 < ids[0] < ids[-1] < 2**63
     late = ids[-1] + 2**40
     assert add(catalog, "a@late", id=late).id == late
-    assert add(catalog, "a@next").id == late + 1
-    assert new_id(2**62) == 2**62 + 1
+    assert late < add(catalog, "a@next").id <= late + 2**20
+    assert 2**62 < new_id(2**62) <= 2**62 + 2**20
+    assert len({new_id(2**62) for _ in range(3)}) > 1  # what two providers give differs
 
 
 def test_metrics_and_notes_come_back(catalog: Catalog) -> None:

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from sapwood.errors import Damaged
 from sapwood.state.graph import Graph
 
-__all__ = ["PackedGraph", "configs_of", "layer_sizes", "pack_graph", "parts_of"]
+__all__ = [
+    "PackedGraph",
+    "configs_of",
+    "digest_of_config",
+    "layer_sizes",
+    "pack_graph",
+    "parts_of",
+]
 
 _HEAD = struct.Struct("<II")  # bytes of the topology, number of configurations
 _DIGEST = 16
@@ -32,10 +39,15 @@ class PackedGraph:
 def pack_graph(graph: Graph) -> PackedGraph:
     """The bytes of a graph."""
     encoded = graph.encoded
-    digests = [hashlib.blake2b(one, digest_size=_DIGEST).digest() for one in encoded.configs]
+    digests = [digest_of_config(one) for one in encoded.configs]
     head = _HEAD.pack(len(encoded.topology), len(digests))
     data = b"".join((head, encoded.topology, *digests, encoded.labels))
     return PackedGraph(data, dict(zip(digests, encoded.configs, strict=True)))
+
+
+def digest_of_config(data: bytes) -> bytes:
+    """What a graph refers to a layer's configuration by."""
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
 
 
 def configs_of(data: bytes) -> list[bytes]:

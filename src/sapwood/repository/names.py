@@ -118,7 +118,9 @@ def next_version(taken: Iterable[str]) -> str:
 def new_id(after: int = 0) -> int:
     """A number for a version: 63 bits, larger than ``after``, and larger the later it is given."""
     now = time.time_ns() // 1_000_000
-    return max(now << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), after + 1)
+    chance = secrets.randbits(_RANDOM_BITS)
+    # Also what comes after a number of a clock that is ahead must not meet what others give.
+    return max(now << _RANDOM_BITS | chance, after + 1 + chance)
 
 
 def time_of(id: int) -> float:

@@ -15,6 +15,7 @@ from sapwood.errors import (
     ModelNotFound,
     StoreError,
 )
+from sapwood.repository.architecture import digest_of_config
 from sapwood.repository.base import fresh
 from sapwood.repository.names import Reference
 from sapwood.repository.providers.base import (
@@ -346,7 +347,8 @@ def test_names_tags_and_lineage(provider: Provider) -> None:
 
 
 def test_ancestors_and_configurations(provider: Provider) -> None:
-    save(provider, "a", "1", [b"x"], layers={b"one": 10, b"two": 20}, configs={b"c1": b"conv"})
+    digest = digest_of_config(b"conv")
+    save(provider, "a", "1", [b"x"], layers={b"one": 10, b"two": 20}, configs={digest: b"conv"})
     save(provider, "b", "1", [b"y"], layers={b"one": 10}, metrics={"acc": 0.5})
     save(provider, "c", "1", [b"z"], layers={b"one": 10}, metrics={"acc": 0.7})
     kin = provider.kin([b"one", b"two", b"three"], "*", 2, "acc", False)
@@ -356,7 +358,7 @@ def test_ancestors_and_configurations(provider: Provider) -> None:
     ]
     assert provider.kin([b"one"], "b*", 5, None, True)[0].record.name == "b"
     assert provider.kin([], "*", 5, None, False) == []
-    assert provider.configs([b"none", b"c1"]) == [None, b"conv"]
+    assert provider.configs([b"none", digest]) == [None, b"conv"]
 
 
 # -- members -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import Any
@@ -19,6 +20,7 @@ from sapwood.channel.dial import dial_tcp, dial_unix
 from sapwood.channel.handshake import key_of as token_key
 from sapwood.channel.listener import Limits
 from sapwood.errors import BadName, Denied, ModelNotFound, NoRoom, StoreError, Unreachable
+from sapwood.repository.architecture import digest_of_config
 from sapwood.repository.names import Reference
 from sapwood.repository.providers.base import Member, Members, PartRange, StaleMembers, VersionKey
 from sapwood.repository.providers.link import split_address
@@ -347,8 +349,9 @@ def test_a_reader_reads_what_it_may_and_changes_nothing(
 def test_what_a_token_may_not_read_is_not_seen(
     address: str, owner: RemoteProvider, way: str
 ) -> None:
+    digest = digest_of_config(b"config")
     secret = version_of(
-        save(owner, "b", "1", SECRET, layers={b"layer": 5}, configs={b"digest": b"config"})
+        save(owner, "b", "1", SECRET, layers={b"layer": 5}, configs={digest: b"config"})
     )
     with closing(connected(address, WRITER, way)) as writer:
         save(writer, "a/x", "1", [b"mine"], layers={b"layer": 5}, parent=secret.id, parent_name="b")
@@ -356,7 +359,12 @@ def test_what_a_token_may_not_read_is_not_seen(
         assert [part.version.name for part in writer.parts()] == ["a/x"]
         assert writer.children(secret.id)[0].name == "a/x"
         assert [one.record.name for one in writer.kin([b"layer"], "*", 9, None, False)] == ["a/x"]
-        assert writer.configs([b"digest"]) == [None]
+        assert writer.configs([digest]) == [None]
+        # To know a digest is not to have what it is of, and other bytes do not take its place.
+        with pytest.raises(StoreError, match="does not match its digest"):
+            save(writer, "a/z", "1", [b"mine"], configs={digest: b"guessed"})
+        assert writer.configs([digest]) == [None]
+        assert owner.configs([digest]) == [b"config"]
         keys = [key_of(data) for data in SECRET]
         mine = VersionKey("a/y", "1", 99)
         if way == "unix":
@@ -419,6 +427,36 @@ def test_a_writer_gives_up_what_it_has_not_saved(address: str, owner: RemoteProv
             with pytest.raises(Denied, match="'delete'"):
                 attempt()
         assert load(writer, "a/x@1") == SECRET
+
+
+def test_who_may_only_write_does_not_drop_what_others_have_put(
+    address: str, owner: RemoteProvider
+) -> None:
+    """In a cluster, the head of a version is mostly at another provider than its tensors."""
+    version = owner.reserve("a/x", "1")
+    put(owner, version, SECRET)
+    with closing(connected(address, WRITER)) as writer:
+        more = [tensor("more", 100)]
+        assert put(writer, version, more) == []
+        with pytest.raises(Denied, match="'delete'"):
+            writer.drop_part(version)
+        mine = VersionKey("a/mine", "1", version.id)
+        put(writer, mine, more)
+        with pytest.raises(Denied, match="'delete'"):
+            writer.drop_part(version)
+        writer.drop_part(mine)
+    assert read(owner, version, [key_of(data) for data in SECRET]) == SECRET
+
+
+def test_a_number_of_a_time_to_come_is_refused(address: str, owner: RemoteProvider) -> None:
+    with closing(connected(address, WRITER)) as writer:
+        for id in (2**63 - 1, (int(time.time() * 1000) + 10**9) << 20):
+            version = VersionKey("a/x", "1", id)
+            put(writer, version, SECRET)
+            with pytest.raises(StoreError, match="yet to come"):
+                writer.put_head(head_of(version, SECRET), synced=False)
+    save(owner, "b", "1", SECRET)
+    works(address)
 
 
 # -- members -------------------------------------------------------------------------------------

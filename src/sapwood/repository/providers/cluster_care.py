@@ -28,10 +28,10 @@ Said = Callable[[str], None]
 def gc(links: Links, members: Members, *, quiet: float, said: Said) -> Swept:
     """Drop parts without a head, then let each provider give back its room."""
     there = _answering(links, members, said)
-    living = set(heads_of(links, there))
+    living = {head.version for head in heads_of(links, there).values()}
     said("looking for tensors that no version needs")
     for version, parts in parts_of(links, there):
-        if version.id not in living and _is_over(links, members, version, parts, quiet):
+        if version not in living and _is_over(links, members, version, parts, quiet):
             calls = dict.fromkeys(parts, lambda provider, v=version: provider.drop_part(v))
             links.each(calls)
     said = _one_at_a_time(said)
@@ -115,7 +115,8 @@ def verify(links: Links, members: Members, *, said: Said) -> Verified:
     checks.names(heads)
     left = dict(heads)
     for version, parts in parts_of(links, there):
-        if version.id in left:
+        head = left.get(version.id)
+        if head is not None and head.version == version:
             checks.copies(left.pop(version.id), parts)
     for copies in left.values():
         checks.copies(copies, {})

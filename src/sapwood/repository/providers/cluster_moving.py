@@ -65,9 +65,10 @@ def move(
     for id in removed.keys() & heads.keys():
         moving.remove(heads.pop(id))  # one home was away when it was removed from the others
     for version, parts in parts_of(links, sources):
-        if version.id in heads:
+        head = heads.get(version.id)
+        if head is not None and head.version == version:
             said(f"looking at {version.name}@{version.version}")
-            moving.tensors(heads[version.id], parts)
+            moving.tensors(head, parts)
     for copies in heads.values():
         moving.head(copies)
     for record, holders in removed.values():

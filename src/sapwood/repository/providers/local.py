@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from sapwood.repository.database import Database, one
 from sapwood.repository.folder import CATALOG, open_folder
 from sapwood.repository.local import LocalBackend
 from sapwood.repository.manifest import Manifest
-from sapwood.repository.names import Reference, check_name, check_version
+from sapwood.repository.names import Reference, check_name, check_version, time_of
 from sapwood.repository.packs import pieces
 from sapwood.repository.providers.base import (
     Head,
@@ -38,6 +39,8 @@ from sapwood.storage.memory import MemoryKeeper
 __all__ = ["LocalProvider", "members_of_json", "members_to_json", "open_provider"]
 
 _LOCK = "provider.lock"
+_AHEAD_SECONDS = 86400.0
+"""By so much the clocks of providers may differ."""
 
 
 def open_provider(
@@ -264,6 +267,7 @@ class LocalProvider:
         """Make a version be there; the same once more does nothing."""
         model = head.model
         check_version_key(VersionKey(model.name, model.version or "", model.id or 0))
+        _check_time(model.name, model.id or 0)
         for tag in model.tags:
             check_version(tag)
         return self.heads.put(head, synced=synced)
@@ -385,6 +389,19 @@ def check_version_key(version: VersionKey) -> None:
     check_version(version.version)
     if not 0 < version.id < 2**63:
         raise StoreError(f"{version.id} is no number of a version; see reserve")
+
+
+def _check_time(name: str, id: int) -> None:
+    """Refuse a number that nobody was given: all that are given later would have to be larger.
+
+    Raises:
+        StoreError: it is of a later time.
+    """
+    if time_of(id) > time.time() + _AHEAD_SECONDS:
+        raise StoreError(
+            f"{name}: the number {id} is of a time that is yet to come; reserve one, and if it was "
+            "given by a provider, set that machine's clock"
+        )
 
 
 def members_to_json(members: Members) -> str:

@@ -63,14 +63,14 @@ class Client:
     """A process that talks to a provider, through any number of connections."""
 
     name: str
-    began: set[int] = field(default_factory=set)
-    """Numbers of versions that it has put parts of: what fails it may drop again."""
+    began: set[VersionKey] = field(default_factory=set)
+    """Versions that it was the first to put parts of: what fails it may drop again."""
 
-    def begins(self, id: int) -> None:
+    def begins(self, version: VersionKey) -> None:
         """It puts a part; of a client that goes on for long, only the last ones are known."""
         if len(self.began) >= _MOST_BEGUN:
             self.began.clear()
-        self.began.add(id)
+        self.began.add(version)
 
 
 class Session:
@@ -236,7 +236,7 @@ class Session:
     def drop_part(self, message: Mapping[str, Any], body: Body) -> None:
         assert self.client is not None
         version = version_of(message.get("at"))
-        mine = version.id in self.client.began and not self.provider.has_head(version)
+        mine = version in self.client.began and not self.provider.has_head(version)
         version = self.version(message.get("at"), "write" if mine else "delete")
         self.provider.drop_part(version, None if message.get("all") is True else body)
         self._ok()

@@ -94,7 +94,9 @@ def take_part(session: Session, message: Mapping[str, Any], body: Sequence[bytes
         _say(connection, "refused", plan.refused)
         return
     assert session.client is not None
-    session.client.begins(version.id)
+    # The head of what others have put may be elsewhere: to add to it gives no right to drop it.
+    if not provider.parts_here.blobs(version):
+        session.client.begins(version)
     promised = provider.level(durability)
     keeper = provider.parts_here.backend.keeper
 

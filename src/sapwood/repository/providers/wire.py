@@ -19,6 +19,7 @@ import numpy.typing as npt
 from sapwood import errors
 from sapwood.channel.connection import ChannelError, Connection
 from sapwood.errors import SapwoodError, StoreError
+from sapwood.repository.architecture import digest_of_config
 from sapwood.repository.base import Kin, ModelRecord, NewModel
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.names import Reference
@@ -289,6 +290,10 @@ def head_of(body: Sequence[bytes]) -> Head:
         raise StoreError("layers have more bytes than any model")
     if not isinstance(note, dict):
         raise StoreError("a note is a JSON object")
+    known = dict(zip(configs[::2], configs[1::2], strict=False))
+    # Who knows a digest only must not be taken for one who has what it is of, nor replace it.
+    if any(digest_of_config(data) != digest for digest, data in known.items()):
+        raise StoreError("a configuration of a layer does not match its digest")
     manifest = Manifest.decode(body[1])
     if manifest.nbytes >= _MOST_BYTES:
         raise StoreError("a manifest has more bytes than any model")
@@ -303,7 +308,7 @@ def head_of(body: Sequence[bytes]) -> Head:
         metrics=metrics,
         note=note,
         layers=dict(zip(layers, sizes, strict=True)),
-        configs=dict(zip(configs[::2], configs[1::2], strict=False)),
+        configs=known,
     )
     return Head(model=model, keys=tuple(split(body[2])))
 
