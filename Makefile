@@ -1,5 +1,6 @@
 # make demo   see it work                 make lint   ruff, mypy, layers, docs
 # make test   the whole suite             make bench  every benchmark, --quick (make bench-full for the record)
+# make soak   hours of kill -9            make docs   the pages, into site/
 #
 # Each target makes .venv and installs what it needs, once; a second run does no set-up again.
 
@@ -11,10 +12,10 @@ BIN := .venv/bin
 PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs bench bench-full clean
+.PHONY: help demo test lint docs bench bench-full soak clean
 
 help:
-	@sed -n '1,4p' Makefile
+	@sed -n '1,3p' Makefile
 
 .venv/.base:
 	@echo "making .venv"
@@ -60,6 +61,13 @@ bench: .venv/.bench
 
 bench-full: .venv/.bench
 	@for b in benchmarks/[a-z]*_*.py; do $(BIN)/python $$b --full || exit 1; done
+
+# An hour of kill -9: of providers and their clients, and of writers, readers and gc of one repository.
+soak: .venv/.dev
+	@$(BIN)/python scripts/soak-providers --kills 500
+	@$(BIN)/python scripts/soak-cluster
+	@$(BIN)/python scripts/soak-store --seconds 600
+	@$(BIN)/python scripts/soak-store --seconds 600 --shared
 
 clean:
 	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -52,4 +52,4 @@ def test_a_pack_that_is_missing_is_said(
                 path.unlink()
         with caplog.at_level(logging.WARNING):
             repo.flush()
-        assert "1 tensors cannot be hashed, as they are not there" in caplog.text
+        assert "1 tensors cannot be hashed, as they are gone" in caplog.text
