@@ -85,6 +85,24 @@ def test_bytes_of_two_objects_are_never_mixed(
         keeper.read([Wanted("a", 0, bytearray(2000))])
 
 
+@pytest.mark.parametrize("nbytes", [10, 5000])
+def test_an_object_of_another_size_comes_between_look_and_read(
+    keeper: MooncakeKeeper, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    keeper.put("a", [bytes(1000)])
+    real, looked = keeper.client.size, []
+
+    def late(key: str) -> int:
+        found = real(key)
+        if not looked:
+            looked.append(key)
+            keeper.put("a", [b"?" * nbytes], replace=True)
+        return found
+
+    monkeypatch.setattr(keeper.client, "size", late)
+    assert keeper.get("a") == b"?" * nbytes
+
+
 def test_who_was_first_is_told_although_mooncake_does_not(keeper: MooncakeKeeper) -> None:
     first, second = keeper.begin("a"), keeper.begin("a")
     first.write(b"first")

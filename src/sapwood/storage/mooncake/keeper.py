@@ -13,11 +13,12 @@ import secrets
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.errors import AlreadyThere, Damaged, NotFound, StorageError, Unreachable
+from sapwood.errors import AlreadyThere, Damaged, NotFound, StorageError, Truncated, Unreachable
 from sapwood.storage.base import Durability, Entry
 from sapwood.storage.common import CommonDraft, CommonKeeper, too_large
 from sapwood.storage.keys import is_key
@@ -51,6 +52,7 @@ _SOON = 1.0
 _PATIENCE = 90.0
 """Seconds until Mooncake has given up a put whose writer died, and some more."""
 _PAUSE = 0.002
+_TRIES = 100
 
 
 class MooncakeKeeper(CommonKeeper):
@@ -166,15 +168,16 @@ class MooncakeKeeper(CommonKeeper):
         return size - _HEAD.size
 
     def _get(self, key: str, limit: int) -> bytes:
-        while True:
+        for _ in range(_TRIES):
             size = self._size(key)
             if size > limit:
                 raise too_large(f"{self.place}/{key}", size, limit)
             out = bytearray(size)
-            heads = self._request([(key, [(0, memoryview(out))])])
-            if heads[key][1] == size:
-                return bytes(out)
-            # It was replaced in between by one of another size.
+            # In between, it may be replaced by one of another size.
+            with suppress(Truncated):
+                if self._request([(key, [(0, memoryview(out))])])[key][1] == size:
+                    return bytes(out)
+        raise replaced(f"{self.place}/{key}")
 
     def _read(self, wanted: Mapping[str, Pieces]) -> None:
         marks: dict[str, bytes] = {}
