@@ -157,14 +157,15 @@ class MooncakeKeeper(CommonKeeper):
     # -- reading -----------------------------------------------------------------------------
 
     def _size(self, key: str) -> int:
-        while (size := self.client.size(self.place.key(key))) == NOT_READY and self._waits(key):
+        while (size := self.client.size(self.place.key(key))) == NOT_READY:
+            if not self._waits(key):
+                raise self._absent(key)
             time.sleep(_PAUSE)
-        if size >= 0:
-            self._unready.pop(key, None)
-        if size in (ABSENT, NOT_READY):
+        if size == ABSENT:
             raise self._absent(key)
         if size < _HEAD.size:
             raise failure(self.place, f"look at {key}", size)
+        self._unready.pop(key, None)
         return size - _HEAD.size
 
     def _get(self, key: str, limit: int) -> bytes:
@@ -221,7 +222,7 @@ class MooncakeKeeper(CommonKeeper):
         out: npt.NDArray[np.uint8],
         wanted: Sequence[tuple[str, Pieces]],
     ) -> None:
-        while True:
+        for _ in range(_TRIES):
             codes = [
                 (key, min(some))
                 for key, some in zip(keys, self.client.read(rows, out), strict=True)
@@ -232,14 +233,16 @@ class MooncakeKeeper(CommonKeeper):
                     self._unready.pop(key, None)
                 return
             key, code = next(((k, c) for k, c in bad if c != NOT_READY), bad[0])
-            if code == NOT_READY and self._waits(key):
-                time.sleep(_PAUSE)
-                continue
-            if code in (ABSENT, NOT_READY):
+            if code == NOT_READY:
+                self._size(key)  # until it is there again, or its writer has died
+            elif code == ABSENT:
                 raise self._absent(key)
-            if code == BEYOND:
+            elif code == BEYOND:
+                # If it is large enough by now, it has been replaced in between.
                 check_within(f"{self.place}/{key}", self._size(key), dict(wanted)[key])
-            raise failure(self.place, f"read {key}", code)
+            else:
+                raise failure(self.place, f"read {key}", code)
+        raise replaced(f"{self.place}/{keys[0]}")
 
     def _waits(self, key: str) -> bool:
         return time.monotonic() - self._unready.setdefault(key, time.monotonic()) < _SOON
