@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,24 @@ def test_bytes_of_two_objects_are_never_mixed(
         keeper.read([Wanted("a", 0, bytearray(2000))])
 
 
+@pytest.mark.parametrize("nbytes", [10, 5000])
+def test_an_object_of_another_size_comes_between_look_and_read(
+    keeper: MooncakeKeeper, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    keeper.put("a", [bytes(1000)])
+    real, looked = keeper.client.size, []
+
+    def late(key: str) -> int:
+        found = real(key)
+        if not looked:
+            looked.append(key)
+            keeper.put("a", [b"?" * nbytes], replace=True)
+        return found
+
+    monkeypatch.setattr(keeper.client, "size", late)
+    assert keeper.get("a") == b"?" * nbytes
+
+
 def test_who_was_first_is_told_although_mooncake_does_not(keeper: MooncakeKeeper) -> None:
     first, second = keeper.begin("a"), keeper.begin("a")
     first.write(b"first")
@@ -128,6 +147,24 @@ def test_a_fork_says_so(keeper: MooncakeKeeper) -> None:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert keeper.get("a") == b"1"
+
+
+def test_keepers_of_one_cluster_share_a_client_that_the_last_one_closes(moon_place: str) -> None:
+    first = MooncakeKeeper(moon_place)
+    users, threads = first.client.users, threading.active_count()
+    with MooncakeKeeper(moon_place) as second:
+        assert second.client is first.client
+        assert first.client.users == users + 1
+        second.put("a", [bytes(1000)])
+        second.ask([Wanted("a", 0, bytearray(10))]).wait()
+        draft = second.begin("b")
+    draft.discard()
+    assert first.client.users == users
+    assert threading.active_count() == threads
+    client = first.client
+    first.close()
+    first.close()
+    assert client.users == users - 1
 
 
 def test_nobody_listens() -> None:

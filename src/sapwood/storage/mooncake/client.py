@@ -35,7 +35,7 @@ __all__ = [
 NO_ROOM, BEYOND, NOT_READY, ABSENT, TAKEN = -200, -600, -703, -704, -705
 OVERTAKEN = -601
 """Another client has begun to put the same object in between."""
-_LEASED, _TRANSFER, _RPC = -706, -800, -900
+_LEASED, _TOO_LATE, _TRANSFER, _RPC = -706, -707, -800, -900
 _LOCAL_BUFFER = 4 * 2**20
 Row = tuple[int, int, int]
 """Bytes of an object: where in it, where in the buffer, how many."""
@@ -202,6 +202,11 @@ def failure(place: MooncakePlace, doing: str, code: int) -> StorageError:
         return Unreachable(f"{what}: the client whose memory holds it does not answer")
     if code == _LEASED:
         return StorageError(f"{what}: it is in use")
+    if code == _TOO_LATE:
+        return StorageError(
+            f"{what}: it took longer than the master keeps objects for a reader; start that with a "
+            "longer -default_kv_lease_ttl"
+        )
     return StorageError(f"{what}: Mooncake gives code {code}")
 
 

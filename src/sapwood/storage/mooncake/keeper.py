@@ -13,11 +13,12 @@ import secrets
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.errors import AlreadyThere, Damaged, NotFound, StorageError, Unreachable
+from sapwood.errors import AlreadyThere, Damaged, NotFound, StorageError, Truncated, Unreachable
 from sapwood.storage.base import Durability, Entry
 from sapwood.storage.common import CommonDraft, CommonKeeper, too_large
 from sapwood.storage.keys import is_key
@@ -51,6 +52,7 @@ _SOON = 1.0
 _PATIENCE = 90.0
 """Seconds until Mooncake has given up a put whose writer died, and some more."""
 _PAUSE = 0.002
+_TRIES = 100
 
 
 class MooncakeKeeper(CommonKeeper):
@@ -155,26 +157,28 @@ class MooncakeKeeper(CommonKeeper):
     # -- reading -----------------------------------------------------------------------------
 
     def _size(self, key: str) -> int:
-        while (size := self.client.size(self.place.key(key))) == NOT_READY and self._waits(key):
+        while (size := self.client.size(self.place.key(key))) == NOT_READY:
+            if not self._waits(key):
+                raise self._absent(key)
             time.sleep(_PAUSE)
-        if size >= 0:
-            self._unready.pop(key, None)
-        if size in (ABSENT, NOT_READY):
+        if size == ABSENT:
             raise self._absent(key)
         if size < _HEAD.size:
             raise failure(self.place, f"look at {key}", size)
+        self._unready.pop(key, None)
         return size - _HEAD.size
 
     def _get(self, key: str, limit: int) -> bytes:
-        while True:
+        for _ in range(_TRIES):
             size = self._size(key)
             if size > limit:
                 raise too_large(f"{self.place}/{key}", size, limit)
             out = bytearray(size)
-            heads = self._request([(key, [(0, memoryview(out))])])
-            if heads[key][1] == size:
-                return bytes(out)
-            # It was replaced in between by one of another size.
+            # In between, it may be replaced by one of another size.
+            with suppress(Truncated):
+                if self._request([(key, [(0, memoryview(out))])])[key][1] == size:
+                    return bytes(out)
+        raise replaced(f"{self.place}/{key}")
 
     def _read(self, wanted: Mapping[str, Pieces]) -> None:
         marks: dict[str, bytes] = {}
@@ -218,7 +222,7 @@ class MooncakeKeeper(CommonKeeper):
         out: npt.NDArray[np.uint8],
         wanted: Sequence[tuple[str, Pieces]],
     ) -> None:
-        while True:
+        for _ in range(_TRIES):
             codes = [
                 (key, min(some))
                 for key, some in zip(keys, self.client.read(rows, out), strict=True)
@@ -229,14 +233,16 @@ class MooncakeKeeper(CommonKeeper):
                     self._unready.pop(key, None)
                 return
             key, code = next(((k, c) for k, c in bad if c != NOT_READY), bad[0])
-            if code == NOT_READY and self._waits(key):
-                time.sleep(_PAUSE)
-                continue
-            if code in (ABSENT, NOT_READY):
+            if code == NOT_READY:
+                self._size(key)  # until it is there again, or its writer has died
+            elif code == ABSENT:
                 raise self._absent(key)
-            if code == BEYOND:
+            elif code == BEYOND:
+                # If it is large enough by now, it has been replaced in between.
                 check_within(f"{self.place}/{key}", self._size(key), dict(wanted)[key])
-            raise failure(self.place, f"read {key}", code)
+            else:
+                raise failure(self.place, f"read {key}", code)
+        raise replaced(f"{self.place}/{keys[0]}")
 
     def _waits(self, key: str) -> bool:
         return time.monotonic() - self._unready.setdefault(key, time.monotonic()) < _SOON
