@@ -293,6 +293,15 @@ class Catalog:
                 freed += self._note_digest(db, blob, digest, mark)
         return freed
 
+    def packs_of(self, digests: Iterable[bytes]) -> set[str]:
+        """The packs in which runs of bytes with these digests lie."""
+        query = (
+            "SELECT pack.key FROM blob JOIN pack ON pack.id = blob.pack "
+            "WHERE digest = ? AND same_as IS NULL"
+        )
+        with self._database.reading() as db:
+            return {row[0] for digest in digests for row in db.execute(query, (digest,))}
+
     def _note_digest(self, db: sqlite3.Connection, blob: int, digest: bytes, mark: bytes) -> int:
         row = one(db, "SELECT nbytes, pack FROM blob WHERE id = ? AND same_as IS NULL", (blob,))
         if row is None:

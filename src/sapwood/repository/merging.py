@@ -11,12 +11,15 @@ import logging
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from sapwood.errors import NotFound, SapwoodError
 from sapwood.repository.catalog import Catalog, Place
 from sapwood.storage import Keeper, Wanted
+from sapwood.storage.base import Syncing
 
 __all__ = ["Merger", "digest_of", "mark_of"]
 
@@ -75,7 +78,9 @@ class Merger:
                 self._missed.clear()
                 batch = self._catalog.unhashed(_BATCH)
                 while batch and not self._closed:
-                    self._catalog.hashed(self._hash(batch))
+                    found = self._hash(batch)
+                    self._sync_twins(batch, found)
+                    self._catalog.hashed(found)
                     batch = self._catalog.unhashed(_BATCH)
         except SapwoodError as error:
             # What is not merged takes room and is as right; the next process tries again.
@@ -102,6 +107,17 @@ class Merger:
                     raise
                 self._missed.add(place)
         return found
+
+    def _sync_twins(self, batch: list[Place], found: list[tuple[int, bytes, bytes]]) -> None:
+        """Who was promised to survive a power cut may be merged into what was not."""
+        if not isinstance(self._keeper, Syncing):
+            return
+        digests = Counter(digest for _, digest, _ in found)
+        packs = {place.blob: place.pack for place in batch}
+        twins = {packs[blob] for blob, digest, _ in found if digests[digest] > 1}
+        for pack in twins | self._catalog.packs_of(digests):
+            with suppress(NotFound):  # removed, or moved by gc, which syncs what it writes
+                self._keeper.sync([pack])
 
     def _digests(self, place: Place) -> tuple[bytes, bytes]:
         strong, fast = _strong(), _fast()
