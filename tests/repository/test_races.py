@@ -93,6 +93,24 @@ def test_a_version_that_is_synced_syncs_what_it_shares(
         assert pack.parent.stat().st_ino in synced
 
 
+def test_what_was_synced_is_merged_only_into_what_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "models"
+    with sapwood.store.open(folder) as repo:
+        if repo._backend.keeper.durability.name != "SYNCED":  # type: ignore[attr-defined]
+            pytest.skip("a tmpfs promises no more than WRITTEN")
+        weight = torch.randn(5000)
+        repo.save({"w": weight}, "a@1", durability="written")
+        repo.flush()
+        (pack,) = (path for path in (folder / "packs").rglob("*") if path.is_file())
+        synced = _synced(monkeypatch)
+        repo.save({"w": weight}, "b@1", durability="synced")
+        repo.flush()
+        assert pack.stat().st_ino in synced
+        assert repo.gc(quiet=0).live == weight.nbytes
+
+
 def test_packs_that_gc_rewrites_are_synced_before_the_old_ones_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from sapwood.errors import DoesNotFit
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
 
@@ -69,3 +70,49 @@ def test_a_parameter_and_a_plain_tensor_of_its_memory_stay_two_kinds(
     assert not found["plain"].requires_grad
     found["plain"].fill_(3)
     assert found["parameter"].tolist() == [3, 3, 3, 3]
+
+
+def test_nothing_is_loaded_where_no_values_can_be(repo: Repository) -> None:
+    real = nn.Linear(3, 4)
+    repo.save(real, "line@1", sample=torch.ones(2, 3))
+    with torch.device("meta"):
+        shell = nn.Linear(3, 4)
+    with pytest.raises(DoesNotFit, match="meta device"):
+        repo.load("line@1", into=shell)
+    with pytest.raises(DoesNotFit, match="meta device"):
+        repo.load("line@1", into=dict(shell.state_dict()))
+    with pytest.raises(DoesNotFit, match="meta device"):
+        repo.transfer(shell, sample=torch.ones(2, 3))
+
+
+def test_names_of_wrappers_in_dictionaries_come_back_to_where_they_were(repo: Repository) -> None:
+    repo.save({"_orig_mod.x": torch.ones(4)}, "wrapped@1")
+    repo.save({"x": torch.ones(4)}, "plain@1")
+    for stored in ("wrapped@1", "plain@1"):
+        into = {"_orig_mod.x": torch.zeros(4)}
+        repo.load(stored, into=into)
+        assert into["_orig_mod.x"].sum() == 4
+    both = {"x": torch.zeros(4), "_orig_mod.x": torch.zeros(4)}
+    with pytest.raises(DoesNotFit, match=r"_orig_mod\.x: missing in plain@1"):
+        repo.load("plain@1", into=both)
+    repo.load("plain@1", into=both, strict=False)
+    assert (both["x"].sum(), both["_orig_mod.x"].sum()) == (4, 0)
+
+
+def test_pairs_of_four_bits_are_loaded_and_compared(repo: Repository) -> None:
+    pair = torch.float4_e2m1fn_x2
+    before = torch.tensor([0x10, 0x32], dtype=torch.uint8)
+    after = torch.tensor([0x10, 0xB2], dtype=torch.uint8)
+    repo.save({"w": before.view(pair)}, "four@1")
+    repo.save({"w": after.view(pair)}, "four@2", parent="four@1")
+    (change,) = repo.diff("four@1", "four@2")
+    assert (change.kind, change.largest) == ("changed", 3.0)  # 1.5 and -1.5
+    into = {"w": torch.zeros(2, dtype=torch.uint8).view(pair)}
+    repo.load("four@2", into=into)
+    assert into["w"].view(torch.uint8).tolist() == after.tolist()
+    with pytest.raises(DoesNotFit, match="float4_e2m1fn_x2 is stored, float32 is here"):
+        repo.load("four@2", into={"w": torch.zeros(2)}, cast=True)
+    module = nn.Module()
+    module.register_buffer("w", torch.zeros(2, dtype=torch.uint8).view(pair))
+    with pytest.raises(DoesNotFit, match="assign it"):
+        repo.load("four@2", into=module)

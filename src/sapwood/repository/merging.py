@@ -79,9 +79,7 @@ class Merger:
                 while batch and not self._closed:
                     found = self._hash(batch)
                     if not found and not self._closed:
-                        log.warning(
-                            "%d tensors cannot be hashed, as they are not there", len(batch)
-                        )
+                        log.warning("%d tensors cannot be hashed, as they are gone", len(batch))
                         break
                     self._note(found)
                     batch = self._catalog.unhashed(_BATCH)

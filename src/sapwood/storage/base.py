@@ -37,6 +37,7 @@ __all__ = [
     "Mappable",
     "Pending",
     "Shareable",
+    "Syncing",
     "Wanted",
 ]
 

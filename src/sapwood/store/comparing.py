@@ -13,6 +13,13 @@ from sapwood.store.stored import StoredModel
 __all__ = ["Change", "compare", "compare_files"]
 
 
+_FOUR_BITS = torch.tensor(
+    [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)],
+    dtype=torch.float64,
+)
+"""What each four bits of ``float4_e2m1fn_x2`` mean."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """How one tensor differs."""
@@ -78,9 +85,16 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _distance(one: Tensor, other: Tensor) -> tuple[float, float]:
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    a, b = one.to(wide), other.to(wide)
+    a, b = _wide(one), _wide(other)
     difference = (b - a).abs()
     norm = float(torch.linalg.vector_norm(a))
     distance = float(torch.linalg.vector_norm(difference))
     return float(difference.max()), distance / norm if norm else float("inf")
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The elements as numbers that can be subtracted."""
+    if tensor.dtype == torch.float4_e2m1fn_x2:  # torch has the dtype, and converts it to no other
+        pairs = _bits(tensor).to(torch.int64)
+        return _FOUR_BITS[torch.stack((pairs & 15, pairs >> 4))].reshape(-1)
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -50,7 +50,7 @@ from sapwood.store.known import KnownStates
 from sapwood.store.raw import bytes_of, dtype_name, empty, tensors_apart
 from sapwood.store.selection import select
 from sapwood.store.stored import StoredModel
-from sapwood.store.targets import check_fit, fill, named_tensors, names_of
+from sapwood.store.targets import check_fit, check_real, fill, named_tensors, names_of
 from sapwood.store.tree import Parts, entries, other_entries, put_together, take_apart
 from sapwood.tiers.versions import tidy
 
@@ -241,7 +241,7 @@ class Repository:
         others_names = set(inside)
         direct = [name for name in names if name not in others_names]
         if strict is False and layers is None:
-            here = names_of(into)
+            here = names_of(into, manifest)
             direct = [name for name in direct if name in here]
         fit = check_fit(into, manifest, direct, what=what, strict=complete, cast=cast)
         wanted = {manifest.by_name[name] for name in (*direct, *inside)}
@@ -380,6 +380,7 @@ class Repository:
         if names:
             values = self.load(str(found.record.reference), layers=sorted(set(names.values())))
             here = named_tensors(model)
+            check_real({name: here[name] for name in names})
             with torch.no_grad():
                 for new, old in names.items():
                     here[new].copy_(values[old])

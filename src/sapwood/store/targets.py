@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,10 @@ from sapwood.errors import DoesNotFit
 from sapwood.repository.manifest import Manifest
 from sapwood.state.tensors import clean_name, unwrap
 
-__all__ = ["Fit", "check_fit", "fill", "named_tensors", "names_of"]
+__all__ = ["Fit", "check_fit", "check_real", "fill", "named_tensors", "names_of"]
+
+
+_FOUR_BITS = "float4_e2m1fn_x2"
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,16 @@ def check_fit(
     Raises:
         DoesNotFit: with everything that does not, each on a line.
     """
-    tensors = named_tensors(target)
+    own = _own_names(target, manifest)
+    tensors = {name: tensor for name, (_, tensor) in own.items()}
     problems = [
         problem
         for name in names
         if (problem := _problem(name, tensors, manifest, cast=cast)) is not None
     ]
+    if isinstance(target, nn.Module):
+        four = [n for n in names if manifest.dtypes[manifest.by_name[n]] == _FOUR_BITS]
+        problems += [f"{n}: torch copies no {_FOUR_BITS} into modules, assign it" for n in four]
     if strict:
         missing = sorted(tensors.keys() - set(names))
         problems += [f"{name}: missing in {what}" for name in missing]
@@ -58,8 +66,7 @@ def check_fit(
             + "\nload a part of it with layers=..., with strict=False what is there of it, or with "
             "cast=True into other dtypes"
         )
-    own = _own_names(target)
-    return Fit(target, {name: own[name] for name in names})
+    return Fit(target, {name: own[name][0] for name in names})
 
 
 def fill(fit: Fit, values: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
@@ -72,12 +79,32 @@ def fill(fit: Fit, values: Mapping[str, Tensor], extra: Mapping[str, Any]) -> No
         return
     with torch.no_grad():
         for name, value in values.items():
-            fit.target[fit.here[name]].copy_(value)
+            _copy(fit.target[fit.here[name]], value)
 
 
-def names_of(target: nn.Module | Mapping[str, Any]) -> set[str]:
-    """The names of the tensors a target has."""
-    return set(named_tensors(target))
+def check_real(tensors: Mapping[str, Tensor]) -> None:
+    """See that tensors can be copied into.
+
+    Raises:
+        DoesNotFit: some are on the meta device, where to copy does nothing.
+    """
+    odd = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
+    if odd:
+        raise DoesNotFit(
+            f"{', '.join(odd)}: on the meta device, where no values can be, and nothing was "
+            "changed; see Module.to_empty"
+        )
+
+
+def _copy(target: Tensor, value: Tensor) -> None:
+    if value.dtype == torch.float4_e2m1fn_x2:  # torch has no copy of it
+        target, value = target.view(torch.uint8), value.view(torch.uint8)
+    target.copy_(value)
+
+
+def names_of(target: nn.Module | Mapping[str, Any], manifest: Manifest) -> set[str]:
+    """The names of the tensors a target has, as ``check_fit`` knows them."""
+    return set(_own_names(target, manifest))
 
 
 def _problem(
@@ -87,24 +114,44 @@ def _problem(
     mine = tensors.get(name)
     if mine is None:
         return f"{name}: not in what it is loaded into"
+    if mine.is_meta:
+        return f"{name}: is on the meta device here, where no values can be; see Module.to_empty"
     dtype = str(mine.dtype).removeprefix("torch.")
     if tuple(mine.shape) != row.shape:
         return f"{name}: shape {list(row.shape)} is stored, {list(mine.shape)} is here"
-    if dtype != row.dtype and not cast:
+    if dtype != row.dtype and (not cast or _FOUR_BITS in (dtype, row.dtype)):
         return f"{name}: dtype {row.dtype} is stored, {dtype} is here"
     return None
 
 
 def named_tensors(target: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a module's state, or of a dictionary, by name."""
+    return {clean_name(name): tensor for name, tensor in _tensors_of(target)}
+
+
+def _own_names(
+    target: nn.Module | Mapping[str, Any], manifest: Manifest
+) -> dict[str, tuple[str, Tensor]]:
+    """By name: what the target itself calls a tensor, and the tensor.
+
+    A dictionary may have been saved with the names that wrappers give, and be loaded into as such;
+    where two of its names become one, neither stands for the other.
+    """
+    found = list(_tensors_of(target))
+    cleaned = Counter(clean_name(name) for name, _ in found)
+    as_is = manifest.by_name.keys() & {name for name, _ in found}
+    own = {}
+    for name, tensor in found:
+        clean = clean_name(name)
+        alone = cleaned[clean] == 1 and name not in as_is
+        own[clean if alone else name] = name, tensor
+    return own
+
+
+def _tensors_of(target: nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     found: Iterable[tuple[str, Any]]
     if isinstance(target, nn.Module):
         found = unwrap(target).state_dict(keep_vars=True).items()
     else:
         found = target.items()
-    return {clean_name(n): t for n, t in found if isinstance(t, Tensor)}
-
-
-def _own_names(target: nn.Module | Mapping[str, Any]) -> dict[str, str]:
-    names = unwrap(target).state_dict(keep_vars=True) if isinstance(target, nn.Module) else target
-    return {clean_name(name): name for name in names}
+    return ((name, tensor) for name, tensor in found if isinstance(tensor, Tensor))
