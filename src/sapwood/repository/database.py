@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from sapwood.errors import Damaged, StoreError
 from sapwood.repository.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 from sapwood.runtime import faults
+from sapwood.runtime.forks import ForkLock
 
 __all__ = ["Database"]
 
@@ -30,7 +30,7 @@ class Database:
             StoreError: it cannot be opened, or is of another version.
         """
         self._path, self._wal = path, wal
-        self._lock = threading.RLock()
+        self._lock = ForkLock()
         self._pid = -1
         self._connection: sqlite3.Connection | None = None
         self._closed = False

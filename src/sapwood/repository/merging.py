@@ -14,6 +14,7 @@ from typing import Any
 
 from sapwood.errors import NotFound, SapwoodError
 from sapwood.repository.catalog import Catalog, Place
+from sapwood.runtime.forks import ForkLock
 from sapwood.storage import Keeper, Wanted
 
 __all__ = ["Merger", "digest_of", "mark_of"]
@@ -29,7 +30,7 @@ class Merger:
     def __init__(self, catalog: Catalog, keeper: Keeper) -> None:
         """Nothing runs before ``wake``."""
         self._catalog, self._keeper = catalog, keeper
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._thread: threading.Thread | None = None
         self._again = False
         self._closed = False
