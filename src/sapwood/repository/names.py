@@ -80,6 +80,8 @@ def check_version(text: str) -> str:
     Raises:
         BadName: it is not well formed.
     """
+    if not isinstance(text, str):
+        raise BadName(f"a version or a tag is text, not {text!r}")
     if len(text) > _VERSION_LENGTH or not _VERSION.fullmatch(text):
         raise BadName(
             f"{text!r} is no version or tag: they are of {_RULE}, at most {_VERSION_LENGTH} "

@@ -1,15 +1,17 @@
-"""Files that are kept with a version, beside its tensors: config.json, a tokenizer."""
+"""What is kept with a version beside its tensors: files such as config.json, and a note."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from sapwood.errors import ConfigError
 from sapwood.repository.base import NOTHING
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.names import check_file
 
-__all__ = ["FILES", "FILE_BYTES", "WEIGHTS", "alike_files", "check_files"]
+__all__ = ["FILES", "FILE_BYTES", "WEIGHTS", "alike_files", "check_files", "check_note"]
 
 FILE_BYTES = 256 * 2**20
 """The most that one kept file may have: what is larger is mostly weights, which go as tensors."""
@@ -26,6 +28,8 @@ def check_files(files: Mapping[str, bytes | memoryview]) -> dict[str, memoryview
         BadName: a name is no path inside a folder.
         ConfigError: there are too many, one is too large, or is called as the weights are.
     """
+    if not isinstance(files, Mapping):
+        raise ConfigError(f"files= is a {type(files).__name__}, expected bytes by name")
     if len(files) > FILES:
         raise ConfigError(f"{len(files)} files are to be kept with a version, expected {FILES}")
     found = {check_file(name): _bytes(name, data) for name, data in files.items()}
@@ -44,6 +48,23 @@ def check_files(files: Mapping[str, bytes | memoryview]) -> dict[str, memoryview
             "given out as; rename it"
         )
     return found
+
+
+def check_note(note: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The note, of which other programs can read all.
+
+    Raises:
+        ConfigError: it is no dictionary, or has something that JSON has not, such as NaN.
+    """
+    if note is None:
+        return {}
+    if not isinstance(note, Mapping):
+        raise ConfigError(f"note= is a {type(note).__name__}, expected a dictionary")
+    try:
+        json.dumps(dict(note), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"note= cannot be kept as JSON: {error}") from None
+    return dict(note)
 
 
 def _bytes(name: str, data: object) -> memoryview:

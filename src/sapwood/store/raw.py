@@ -43,7 +43,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
         plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
     if not plain.numel():
         return memoryview(b"")
-    flat: npt.NDArray[np.uint8] = plain.view(-1).view(torch.uint8).numpy()
+    # Not view(-1): a dimension of one element may have any stride.
+    row = plain.as_strided((plain.numel(),), (1,))
+    flat: npt.NDArray[np.uint8] = row.view(torch.uint8).numpy()
     return flat.data
 
 

@@ -45,7 +45,7 @@ from sapwood.storage.base import QUIET_SECONDS
 from sapwood.store.ancestry import Ancestor, Ancestry, Transfer, pairs_by_name
 from sapwood.store.comparing import Change, compare, compare_files
 from sapwood.store.finding import ordered, search
-from sapwood.store.kept import alike_files, check_files
+from sapwood.store.kept import alike_files, check_files, check_note
 from sapwood.store.known import KnownStates
 from sapwood.store.raw import bytes_of, dtype_name, empty, tensors_apart
 from sapwood.store.selection import select
@@ -116,7 +116,9 @@ class Repository:
         """
         target = parse(reference)
         promised = self.durability if durability is None else durability_of(durability)
-        labels = tuple(dict.fromkeys(check_version(tag) for tag in tags))
+        labels = _labels(tags)
+        remembered = check_note(note)
+        numbers = _metrics(metrics or {})
         self._refuse_existing(target)
         known = isinstance(value, nn.Module)
         parts = self._states.take_apart(value) if known else take_apart(value)
@@ -149,8 +151,8 @@ class Repository:
             parent=origin[0].id if origin is not None else None,
             parent_name=origin[0].name if origin is not None else None,
             tags=labels,
-            metrics=_metrics(metrics or {}),
-            note=dict(note or {}),
+            metrics=numbers,
+            note=remembered,
             layers=layer_sizes(graph, named) if graph is not None else {},
             configs=packed.configs,
         )
@@ -515,12 +517,20 @@ def _alike(parts: Parts, dtypes: Sequence[str], parent: Manifest) -> dict[int, i
     return found
 
 
+def _labels(tags: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(tags, str):
+        raise ConfigError(f"tags={tags!r} is one text, expected a list of tags: tags=[{tags!r}]")
+    return tuple(dict.fromkeys(check_version(tag) for tag in tags))
+
+
 def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics= is a {type(metrics).__name__}, expected numbers by name")
     found = {}
     for key, value in metrics.items():
         try:
             found[str(key)] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"metrics[{key!r}] is {value!r}, expected a number") from None
         if math.isnan(found[str(key)]):
             raise StoreError(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import translate
 
-from sapwood.errors import ModelNotFound
+from sapwood.errors import ConfigError, ModelNotFound
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.names import nearest
 
@@ -25,7 +25,7 @@ def select(manifest: Manifest, layers: str | Iterable[str] | None, what: str) ->
     names = [name for name, _ in manifest.names]
     if layers is None:
         return names
-    patterns = [layers] if isinstance(layers, str) else list(layers)
+    patterns = _patterns(layers)
     chosen: set[str] = set()
     below = _below(names)
     for pattern in patterns:
@@ -35,6 +35,15 @@ def select(manifest: Manifest, layers: str | Iterable[str] | None, what: str) ->
             raise ModelNotFound(f"{what} has no tensor {pattern!r}{nearest(pattern, known)}")
         chosen.update(fitting)
     return [name for name in names if name in chosen]
+
+
+def _patterns(layers: str | Iterable[str]) -> list[str]:
+    if isinstance(layers, str):
+        return [layers]
+    patterns = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(f"layers={layers!r}, expected a name, a pattern, or a list of them")
+    return patterns
 
 
 def _below(names: Sequence[str]) -> dict[str, list[str]]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from sapwood.errors import DoesNotFit
+from sapwood.errors import ConfigError, DoesNotFit
 from sapwood.repository.manifest import Manifest
 from sapwood.state.tensors import clean_name, unwrap
 
@@ -114,13 +115,28 @@ def _problem(
     mine = tensors.get(name)
     if mine is None:
         return f"{name}: not in what it is loaded into"
-    if mine.is_meta:
-        return f"{name}: is on the meta device here, where no values can be; see Module.to_empty"
+    if (cannot := _cannot_hold(mine)) is not None:
+        return f"{name}: {cannot}"
     dtype = str(mine.dtype).removeprefix("torch.")
     if tuple(mine.shape) != row.shape:
         return f"{name}: shape {list(row.shape)} is stored, {list(mine.shape)} is here"
     if dtype != row.dtype and (not cast or _FOUR_BITS in (dtype, row.dtype)):
         return f"{name}: dtype {row.dtype} is stored, {dtype} is here"
+    return None
+
+
+def _cannot_hold(target: Tensor) -> str | None:
+    """Why nothing can be copied into a tensor; torch would say so after it had changed others."""
+    if is_lazy(target):
+        return "is not initialised: run one batch through the module first"
+    if target.device.type == "meta":
+        return "is on the meta device and has no memory: call to_empty(device=...) first"
+    if target.layout is not torch.strided:
+        return f"is {target.layout} here, and only dense tensors are copied into"
+    if any(
+        size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True)
+    ):
+        return "has elements here that share memory (expand): clone it first"
     return None
 
 
@@ -152,6 +168,10 @@ def _tensors_of(target: nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Te
     found: Iterable[tuple[str, Any]]
     if isinstance(target, nn.Module):
         found = unwrap(target).state_dict(keep_vars=True).items()
-    else:
+    elif isinstance(target, Mapping):
         found = target.items()
+    else:
+        raise ConfigError(
+            f"into= is a {type(target).__name__}, expected a module or a dictionary of tensors"
+        )
     return ((name, tensor) for name, tensor in found if isinstance(tensor, Tensor))

@@ -1,0 +1,132 @@
+"""What strangers do to a repository: odd values, odd targets, forks in the middle of something."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sapwood.store
+from sapwood.errors import BadName, ConfigError, DoesNotFit, ModelNotFound
+
+
+@pytest.fixture
+def repo(tmp_path: Path):
+    with sapwood.store.open(tmp_path / "models") as repository:
+        yield repository
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(4.0)[::4],
+        torch.arange(12.0).reshape(3, 4)[:, ::4][1:2, :],
+        torch.tensor([1 + 2j, 3 + 4j]).conj().imag[:1],
+        torch.arange(6).reshape(2, 3).t()[:, :1].t(),
+        torch.zeros(0, 3).t(),
+        torch.tensor(5).expand(()),
+    ],
+)
+def test_strides_of_tensors_of_one_element_do_not_matter(repo, tensor: torch.Tensor) -> None:
+    repo.save({"w": tensor}, "a@1")
+    back = repo.load("a@1")["w"]
+    assert back.dtype == tensor.dtype
+    assert back.tolist() == tensor.tolist()
+    assert repo.save({"w": tensor}, "a@2", parent="a@1").nbytes == tensor.numel() * tensor.itemsize
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tags": "best"}, r"tags=\['best'\]"),
+        ({"tags": [None]}, "is text, not None"),
+        ({"metrics": {"x": 10**400}}, "expected a number"),
+        ({"metrics": [("x", 1)]}, "expected numbers by name"),
+        ({"note": [1]}, "expected a dictionary"),
+        ({"note": {"a": object()}}, "JSON"),
+        ({"note": {"a": float("nan")}}, "JSON"),
+        ({"files": [b"x"]}, "expected bytes by name"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_anything_is(
+    repo, wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((BadName, ConfigError), match=message):
+        repo.save({"w": torch.ones(2)}, "a@1", **wrong)
+    with pytest.raises(ModelNotFound):
+        repo.info("a")
+
+
+def test_tags_and_layers_that_are_no_text_are_refused(repo) -> None:
+    repo.save({"w": torch.ones(2)}, "a@1")
+    with pytest.raises(BadName, match="text"):
+        repo.tag("a@1", None)
+    with pytest.raises(ConfigError, match="layers=0"):
+        repo.load("a@1", layers=0)
+    with pytest.raises(ConfigError, match="layers="):
+        repo.load("a@1", layers=["w", 0])
+    with pytest.raises(ConfigError, match="into= is a list"):
+        repo.load("a@1", into=[torch.ones(2)])
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (torch.zeros(1).expand(3), "share memory"),
+        (torch.zeros(3, device="meta"), "meta device"),
+        (torch.zeros(3).to_sparse(), "only dense"),
+    ],
+)
+def test_tensors_that_nothing_can_be_copied_into_are_listed_first(
+    repo, target: torch.Tensor, message: str
+) -> None:
+    repo.save({"a": torch.ones(3), "b": torch.ones(3)}, "m@1")
+    first = torch.zeros(3)
+    with pytest.raises(DoesNotFit, match=f"b: .*{message}"):
+        repo.load("m@1", into={"a": first, "b": target})
+    assert first.tolist() == [0, 0, 0]
+
+
+def test_modules_without_memory_are_refused(repo) -> None:
+    repo.save(nn.Linear(4, 2), "m@1")
+    with pytest.raises(DoesNotFit, match=r"weight: .*meta device"):
+        repo.load("m@1", into=nn.Linear(4, 2, device="meta"))
+    with pytest.raises(DoesNotFit, match=r"weight: .*not initialised"):
+        repo.load("m@1", into=nn.LazyLinear(2))
+
+
+def test_a_fork_in_the_middle_of_saves_and_merges_is_not_stuck(repo) -> None:
+    many = {f"t{i}": torch.full((i % 7,), i) for i in range(400)}
+    over = threading.Event()
+
+    def save() -> None:
+        while not over.is_set():
+            repo.save(many, "busy")
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        ended = [_saves(repo, f"forked@{i}") for i in range(6)]
+    finally:
+        over.set()
+        thread.join()
+    assert ended == [0] * 6
+    assert len(repo.models("forked")) == 6
+
+
+def _saves(repo, name: str) -> int:
+    child = os.fork()
+    if not child:
+        signal.alarm(40)  # a child that is stuck ends all the same
+        try:
+            repo.save({"w": torch.ones(3)}, name)
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
