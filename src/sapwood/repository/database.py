@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from typing import Any
 from sapwood.errors import Damaged, StoreError
 from sapwood.repository.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 from sapwood.runtime import faults
+from sapwood.runtime.forks import ForkLock
 
 __all__ = ["Database"]
 
@@ -36,7 +36,7 @@ class Database:
             StoreError: it cannot be opened, or is of another version.
         """
         self._path, self._wal = path, wal
-        self._lock = threading.RLock()
+        self._lock = ForkLock()
         self._pid = -1
         self._connection: sqlite3.Connection | None = None
         self._closed = False
@@ -90,8 +90,7 @@ class Database:
             self._connection = None
 
     def inherit(self) -> None:
-        """In a child: whoever held the lock in the parent is not here to release it."""
-        self._lock = threading.RLock()
+        """In a child: the connection is the parent's."""
         if self._connection is not None:
             _INHERITED.append(self._connection)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from sapwood.errors import NotFound, SapwoodError
 from sapwood.repository.catalog import Catalog, Place
+from sapwood.runtime.forks import ForkLock
 from sapwood.storage import Keeper, Wanted
 from sapwood.storage.base import Syncing
 
@@ -36,7 +37,7 @@ class Merger:
     def __init__(self, catalog: Catalog, keeper: Keeper) -> None:
         """Nothing runs before ``wake``."""
         self._catalog, self._keeper = catalog, keeper
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._thread: threading.Thread | None = None
         self._again = False
         self._closed = False
@@ -67,8 +68,7 @@ class Merger:
             thread.join()
 
     def inherit(self) -> None:
-        """In a child: the thread is the parent's, and so is whoever held the lock."""
-        self._lock = threading.Lock()
+        """In a child: the thread is the parent's."""
         self._thread = None
 
     def _run(self) -> None:
