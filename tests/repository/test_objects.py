@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sapwood.errors import (
     ConfigError,
@@ -21,7 +17,6 @@ from sapwood.errors import (
     ModelExists,
     ModelNotFound,
     NoRoom,
-    NotFound,
     StoreError,
     Unreachable,
 )
@@ -30,12 +25,10 @@ from sapwood.repository.names import parse
 from sapwood.repository.objects import backend as backends
 from sapwood.repository.objects import saving
 from sapwood.repository.objects.backend import ObjectBackend
-from sapwood.repository.objects.blobs import decode_moved, encode_moved
-from sapwood.repository.objects.head import BlobRow, Head, decode_layers, encode_layers
 from sapwood.repository.objects.layout import MARKER, condemned_key, framed_json
 from sapwood.repository.objects.opening import open_objects
 from sapwood.repository.objects.saving import LEASE_KIND, leased
-from sapwood.storage import Durability, Keeper, open_keeper
+from sapwood.storage import Durability, open_keeper
 from sapwood.storage.folder import FolderKeeper
 from sapwood.storage.memory import MemoryKeeper
 from sapwood.testing import ranks, seaweed
@@ -48,34 +41,9 @@ from sapwood.testing.repository.common import (
     references,
     save,
 )
+from tests.repository.objects import again, backend, change, keys, opened
 
-
-@contextmanager
-def opened(keeper: Keeper) -> Iterator[ObjectBackend]:
-    backend = open_objects(keeper, "here", create=True)
-    try:
-        yield backend
-    finally:
-        backend.close()
-
-
-@pytest.fixture
-def backend() -> Iterator[ObjectBackend]:
-    with opened(MemoryKeeper()) as one:
-        yield one
-
-
-def again(backend: ObjectBackend) -> ObjectBackend:
-    """The same place, by somebody who remembers nothing; not to be closed."""
-    return ObjectBackend("here", backend.keeper)
-
-
-def keys(backend: ObjectBackend, folder: str) -> list[str]:
-    return [entry.key for entry in backend.keeper.list(folder)]
-
-
-def change(backend: ObjectBackend, key: str, data: bytes) -> None:
-    backend.keeper.put(key, [data], replace=True)
+__all__ = ["backend"]
 
 
 # -- requests --------------------------------------------------------------------------------
@@ -497,103 +465,6 @@ def test_gc_of_a_damaged_repository_removes_nothing(backend: ObjectBackend) -> N
         gc(backend)
     assert len(keys(backend, "packs")) == 2
     assert keys(backend, "gc") == []
-
-
-# -- damage ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("harm", ["cut", "flip"])
-def test_a_damaged_event_is_named(backend: ObjectBackend, harm: str) -> None:
-    save(backend, "a@1", {"t": b"1"})
-    save(backend, "b@1", {"t": b"2"})
-    data = bytearray(backend.keeper.get("log/a/0000000001"))
-    data[len(data) // 2] ^= 1
-    change(backend, "log/a/0000000001", bytes(data[:-1] if harm == "cut" else data))
-    reader = again(backend)
-    with pytest.raises(Damaged, match="log/a/0000000001"):
-        reader.find(parse("a"))
-    assert read_all(reader, "b@1") == {"t": b"2"}
-    assert any("log/a/0000000001" in line for line in problems_of(reader))
-
-
-def test_an_event_that_is_missing_is_said(backend: ObjectBackend) -> None:
-    for n in range(3):
-        save(backend, f"a@{n}", {"t": b"1"})
-    backend.keeper.remove(["log/a/0000000002"])
-    with pytest.raises(Damaged, match="log/a/0000000002 is missing"):
-        again(backend).models()
-
-
-def test_a_head_that_is_missing_is_said(backend: ObjectBackend) -> None:
-    save(backend, "a@1", {"t": b"1"})
-    backend.keeper.remove(keys(backend, "heads"))
-    with pytest.raises(Damaged, match=r"a@1: .*its head is missing"):
-        again(backend).manifest(parse("a@1"))
-    assert "a@1" in problems_of(backend)[0]
-    with pytest.raises(NotFound):
-        gc(backend)
-
-
-def test_a_pack_that_is_missing_is_said_with_the_tensor(backend: ObjectBackend) -> None:
-    save(backend, "a@1", {"layer": b"1"})
-    backend.keeper.remove(keys(backend, "packs"))
-    with pytest.raises(Damaged, match="a@1 layer"):
-        read_all(again(backend), "a@1")
-    assert "a@1 layer" in problems_of(backend)[0]
-
-
-def test_changed_bytes_are_found_when_they_are_read(backend: ObjectBackend) -> None:
-    save(backend, "a@1", {"layer": content(1, 1000), "other": content(2, 1000)})
-    (pack,) = keys(backend, "packs")
-    data = bytearray(backend.keeper.get(pack))
-    data[500] ^= 1
-    change(backend, pack, bytes(data))
-    with pytest.raises(Damaged, match=r"a@1 layer: .*checksum"):
-        read_all(backend, "a@1")
-
-
-def test_every_copy_of_a_tensor_is_verified(backend: ObjectBackend) -> None:
-    """Equal tensors in two packs: the damaged one is found, whichever this process prefers."""
-    data, other = content(1, 1000), again(backend)
-    save(backend, "a@1", {"t": data})
-    save(other, "b@1", {"t": data})
-    assert len(keys(backend, "packs")) == 2
-    for pack in keys(backend, "packs"):
-        whole = backend.keeper.get(pack)
-        change(backend, pack, bytes(1000))
-        for reader in (backend, other, again(backend)):
-            assert len(problems_of(reader)) == 1
-        change(backend, pack, whole)
-
-
-@given(st.data())
-def test_no_bytes_make_a_decoder_fail_otherwise(data: st.DataObject) -> None:
-    row = BlobRow("packs/00/x", 0, 5, bytes(32), bytes(16))
-    head = Head(manifest=new_model("a@1", {"t": b"12345"}).with_blobs((0,)).manifest, rows=[row])
-    objects = [
-        (head.encode(), Head.decode),
-        (encode_layers({b"1": 5}), decode_layers),
-        (encode_moved("packs/00/x", {bytes(32): ("packs/00/y", 0)}), decode_moved),
-    ]
-    whole, decode = data.draw(st.sampled_from(objects))
-    decode(whole, "key")
-    at = data.draw(st.integers(0, len(whole) - 1))
-    kind = data.draw(st.sampled_from(["flip", "cut", "noise"]))
-    broken = {
-        "flip": whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :],
-        "cut": whole[:at],
-        "noise": data.draw(st.binary(max_size=200)),
-    }[kind]
-    with pytest.raises(Damaged, match="key"):
-        decode(broken, "key")
-
-
-@given(st.binary(max_size=300))
-def test_a_head_that_lies_about_itself_is_refused(body: bytes) -> None:
-    from sapwood.repository.objects.layout import frame
-
-    with pytest.raises(Damaged):
-        Head.decode(frame(b"HD", body), "key")
 
 
 # -- opening, forks --------------------------------------------------------------------------
