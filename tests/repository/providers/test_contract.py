@@ -156,6 +156,19 @@ def test_who_cannot_prove_its_bytes_must_send_them(provider: Provider) -> None:
     assert put(provider, child, LARGE) == []
 
 
+def test_tensors_of_many_versions_are_shared(provider: Provider) -> None:
+    tensors = [tensor(n, 50) for n in range(170)]
+    name = "a" * 200
+    parents = [version_of(save(provider, name, f"{n}", [data])) for n, data in enumerate(tensors)]
+    child = provider.reserve("child", "1")
+    same_as = {n: proof(parents[n], data) for n, data in enumerate(tensors)}
+    for _ in range(4):
+        if not (refused := put(provider, child, tensors, same_as=same_as)):
+            break
+        same_as = {n: one for n, one in same_as.items() if n not in refused}
+    assert read(provider, child, list(map(key_of, tensors))) == tensors
+
+
 def test_a_number_does_not_give_another_models_tensors(provider: Provider) -> None:
     secret = version_of(save(provider, "secret", "1", LARGE))
     out = memoryview(bytearray(1))

@@ -54,6 +54,8 @@ from sapwood.storage import Durability
 
 __all__ = ["RemoteProvider"]
 
+_MOST_VERSIONS = 150
+"""In one request, whose message is short; most saves refer to one, their parent."""
 _PASSED = 256 * 2**10
 """From so many bytes on, memory is passed rather than sent through a local socket."""
 
@@ -135,6 +137,8 @@ class RemoteProvider:
     ) -> list[int]:
         """Pass memory to a provider on this machine, else send buffers as they are."""
         _check_sources(part, sources)
+        if away := _beyond(part):
+            return away
         body, versions = part_to_body(part)
         to_send = sum(source.nbytes for source in sources if source is not None)
         with self._link.exchange() as exchange:
@@ -375,6 +379,13 @@ class RemoteProvider:
         """End the connections, and give back memory."""
         self._link.close()
         self._stage.close()
+
+
+def _beyond(part: NewPart) -> list[int]:
+    """What must be sent, because a request cannot name so many versions."""
+    versions = list(dict.fromkeys(version for version, _ in part.same_as.values()))
+    away = set(versions[_MOST_VERSIONS:])
+    return [index for index, (version, _) in part.same_as.items() if version in away]
 
 
 def _check_sources(part: NewPart, sources: Sequence[memoryview | None]) -> None:
