@@ -16,7 +16,7 @@ from sapwood.errors import SapwoodError
 from sapwood.repository.catalog import Catalog, Place
 from sapwood.storage import Keeper, Wanted
 
-__all__ = ["Merger", "digest_of", "mark_of", "plain_mark_of", "strong_hash"]
+__all__ = ["Merger", "digest_of", "mark_of", "strong_hash"]
 
 log = logging.getLogger(__name__)
 _BATCH = 64
@@ -108,11 +108,6 @@ def mark_of(data: Any) -> bytes:
     found = _fast()
     found.update(data)
     return bytes(found.digest())
-
-
-def plain_mark_of(data: Any) -> bytes:
-    """The same, as it is where xxhash is not installed."""
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _strong() -> Any:
