@@ -369,4 +369,4 @@ def test_what_goes_over_the_network_can_be_encrypted(tmp_path: Path) -> None:
             repo.save(weights(0, count=12), "m@1")
             assert same(repo.load("m"), weights(0, count=12))
         with pytest.raises(Unreachable, match="TLS"):
-            servers.open(timeout=5.0)
+            servers.open(timeout=1.0)
