@@ -102,6 +102,7 @@ class Servers:
         replicas: int = 1,
         placement: str = "content",
         spare: int = 0,
+        more: Sequence[str] = (),
     ) -> None:
         self._token_file = root / "token"
         self._token_file.write_text(TOKEN)
@@ -110,6 +111,7 @@ class Servers:
         self.addresses = [f"127.0.0.1:{port}" for port in free_ports(count + spare)]
         members = ",".join(f"p{n}={self.addresses[n]}" for n in range(count))
         options = ["--members", members, "--replicas", str(replicas), "--placement", placement]
+        options += more
         self.servers = [self._server(n, options) for n in range(count)]
         for server in self.servers:
             server.ready()

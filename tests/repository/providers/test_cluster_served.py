@@ -27,6 +27,7 @@ from sapwood.errors import (
 )
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
+from tests.repository.providers.host import CHANNEL
 from tests.repository.providers.served import TOKEN, Servers
 
 
@@ -315,3 +316,57 @@ def test_who_has_no_right_token_or_address_is_told(tmp_path: Path) -> None:
             repo.load("nothing")
         with pytest.raises(ConfigError, match="token="):
             open_repository(tmp_path / "folder", token=TOKEN)
+
+
+def test_a_token_does_what_it_may_and_no_more(tmp_path: Path) -> None:
+    writer, reader = "the-token-of-a-writer", "the-token-of-a-reader"
+    (tmp_path / "rights.toml").write_text(
+        '[writer]\ntoken-file = "writer"\nrights = { "a/*" = ["read", "write"] }\n'
+        '[reader]\ntoken-file = "reader"\nrights = { "a/*" = ["read"] }\n'
+    )
+    for name, token in (("writer", writer), ("reader", reader)):
+        (tmp_path / name).write_text(token)
+        (tmp_path / name).chmod(0o600)
+    rights = ["--rights", str(tmp_path / "rights.toml")]
+    with (
+        Servers(tmp_path, 2, more=rights) as servers,
+        servers.open() as owner,
+        open_repository(servers.url, token=writer) as mine,
+        open_repository(servers.url, token=reader) as theirs,
+    ):
+        owner.save(weights(0), "b/secret@1")
+        mine.save(weights(1), "a/m@1", tags=["best"])
+        mine.save({**weights(1), "w0": torch.ones(3)}, "a/m@2", parent="a/m@1")
+        mine.save(weights(0), "a/equal@1")  # the same bytes as the secret's
+        assert same(theirs.load("a/m@best"), weights(1))
+        assert {record.name for record in theirs.models()} == {"a/m", "a/equal"}
+        assert len(owner.models()) == 4
+        for refused in (
+            lambda: mine.load("b/secret@1"),
+            lambda: mine.save(weights(2), "b/other@1"),
+            lambda: mine.remove("a/m@1"),
+            lambda: mine.gc(),
+            lambda: mine.verify(),
+            lambda: theirs.save(weights(2), "a/x@1"),
+            lambda: theirs.tag("a/m@2", "best"),
+            lambda: mine._backend.membership.repair(said=lambda _: None),
+        ):
+            with pytest.raises(Denied):
+                refused()
+        owner.flush()
+        assert owner.verify().problems == []
+        assert same(owner.load("a/m@best"), weights(1))
+        owner.gc(quiet=0)
+        states = owner._backend.membership.states()
+        assert sum(state.tensors for state in states) == 4 * 6  # nothing of what was refused
+
+
+def test_what_goes_over_the_network_can_be_encrypted(tmp_path: Path) -> None:
+    certificate, key = CHANNEL / "server.cert.pem", CHANNEL / "server.key.pem"
+    tls = ["--tls-cert", str(certificate), "--tls-key", str(key)]
+    with Servers(tmp_path, 2, more=tls) as servers:
+        with servers.open(tls_ca=certificate, local=False) as repo:
+            repo.save(weights(0, count=12), "m@1")
+            assert same(repo.load("m"), weights(0, count=12))
+        with pytest.raises(Unreachable, match="TLS"):
+            servers.open(timeout=1.0)

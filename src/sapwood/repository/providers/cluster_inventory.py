@@ -14,7 +14,7 @@ from sapwood.repository.providers.base import Member, Part, Provider, VersionKey
 from sapwood.repository.providers.cluster_links import Links, all_silent
 from sapwood.repository.providers.cluster_places import version_of
 
-__all__ = ["HeadCopies", "heads_of", "parts_of", "removed_of"]
+__all__ = ["HeadCopies", "all_models", "heads_of", "parts_of", "removed_of"]
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def heads_of(links: Links, members: Sequence[Member]) -> dict[int, HeadCopies]:
     Raises:
         Unreachable: one does not answer.
     """
-    answers = links.each(dict.fromkeys(members, lambda provider: provider.models("*")))
+    answers = links.each(dict.fromkeys(members, all_models))
     if answers.silent:
         raise all_silent(answers.silent.values())
     found: dict[int, _Found] = {}
@@ -54,6 +54,12 @@ def heads_of(links: Links, members: Sequence[Member]) -> dict[int, HeadCopies]:
         for record in records:
             found.setdefault(record.id, _Found(record)).holders.append(member)
     return {id: HeadCopies(one.record, tuple(one.holders)) for id, one in sorted(found.items())}
+
+
+def all_models(provider: Provider) -> Sequence[ModelRecord]:
+    """Every version that a provider has, also those whose names lists leave out by default."""
+    found = [*provider.models("*"), *provider.models(".*")]
+    return list({record.id: record for record in found}.values())
 
 
 def removed_of(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from sapwood.errors import ConfigError, SapwoodError, StoreError
 from sapwood.repository.providers.base import Member, Members, Provider
+from sapwood.repository.providers.cluster_inventory import all_models
 from sapwood.repository.providers.cluster_links import Links, all_of, all_silent
 from sapwood.repository.providers.cluster_moving import Moved, move
 
@@ -241,7 +242,7 @@ def _take(provider: Provider, members: Members) -> Members:
 
 
 def _counts(provider: Provider) -> tuple[int, int, int, int]:
-    epoch, versions = provider.members().epoch, len(provider.models("*"))
+    epoch, versions = provider.members().epoch, len(all_models(provider))
     tensors = nbytes = after = 0
     while page := provider.parts(after, _PAGE):
         tensors += sum(len(part.keys) for part in page)
