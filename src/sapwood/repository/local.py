@@ -118,10 +118,18 @@ class LocalBackend:
 
     def _sync(self, blobs: Sequence[int]) -> None:
         """Blobs that are shared may have been saved with less durability than is promised now."""
-        if isinstance(self.keeper, Syncing):
+        if not blobs or not isinstance(self.keeper, Syncing):
+            return
+        for attempt in range(_TRIES):
             places = self.catalog.places(blobs)
             bases = self._cold.bases(places.values())
-            self.keeper.sync({place.pack for place in (*places.values(), *bases.values())})
+            try:
+                self.keeper.sync({place.pack for place in (*places.values(), *bases.values())})
+            except NotFound as error:  # moved by gc
+                if attempt == _TRIES - 1:
+                    raise Damaged(f"{self.name}: {error}; a pack is missing") from error
+            else:
+                return
 
     def _same(self, sources: Sequence[memoryview], alike: Mapping[int, int]) -> dict[int, int]:
         """Those of the blobs that may be equal which are, by every byte."""
