@@ -32,6 +32,7 @@ from sapwood.repository.objects.layout import (
 )
 from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.storage import Durability, Keeper
+from sapwood.storage.base import Syncing
 
 __all__ = [
     "LEASE_KIND",
@@ -169,6 +170,9 @@ def write(keeper: Keeper, todo: Plan, shared: set[str], durability: Durability) 
         Gone: bytes that the caller has not given are in none of the shared packs.
     """
     rows = {d: row for d, row in todo.known.items() if row.pack in shared}
+    if durability >= Durability.SYNCED and isinstance(keeper, Syncing):
+        # They may have been saved with less; their leases keep them where they are.
+        keeper.sync({row.pack for row in rows.values()})
     wanted = dict.fromkeys(d for d in todo.digests if d is not None and d not in rows)
     if any(digest not in todo.sources for digest in wanted):
         raise Gone("a tensor that was to be shared with another model was removed meanwhile")

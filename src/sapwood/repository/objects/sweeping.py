@@ -38,7 +38,7 @@ from sapwood.repository.objects.survey import Survey, Surveyor
 from sapwood.repository.objects.view import View
 from sapwood.repository.packs import lay_out, new_key, pieces
 from sapwood.repository.sweeping import Swept
-from sapwood.storage import Entry, Keeper, Wanted
+from sapwood.storage import Durability, Entry, Keeper, Wanted
 from sapwood.storage.base import QUIET_SECONDS
 
 __all__ = ["Sweep"]
@@ -106,7 +106,10 @@ class Sweep:
             for pack in [*gone, *(pack for pack in first.moved if pack not in first.packs)]:
                 table = {d: spots[d] for d in first.through.get(pack, ())}
                 if table and table != first.moved.get(pack):
-                    self._keeper.put(moved_key(pack), [encode_moved(pack, table)], replace=True)
+                    content = [encode_moved(pack, table)]
+                    self._keeper.put(
+                        moved_key(pack), content, replace=True, durability=self._durability
+                    )
             dead = [pack for pack in first.packs if self._is_dead(first, pack, now)]
             removed, last = self._remove([*gone, *dead], first, now)
         self._clear(heads, last, removed, now)
@@ -152,7 +155,7 @@ class Sweep:
         """Copy what is needed of a pack to another one; where it is then."""
         order = sorted((s[1], d) for d, s in found.spots.items() if s[0] == old)
         starts, nbytes = lay_out([found.sizes[digest] for _, digest in order])
-        with self._keeper.begin(key, nbytes) as draft:
+        with self._keeper.begin(key, nbytes, durability=self._durability) as draft:
             at = 0
             for (start, digest), new in zip(order, starts, strict=True):
                 blob = memoryview(bytearray(found.sizes[digest]))
@@ -210,6 +213,11 @@ class Sweep:
         except NotFound:
             return []
         return [str(pack) for pack in parse_json(LEASE_KIND, content, entry.key)["packs"]]
+
+    @property
+    def _durability(self) -> Durability:
+        """Of what takes the place of packs that go: some may have been promised as much."""
+        return min(Durability.SYNCED, self._keeper.durability)
 
     @property
     def _old(self) -> float:
