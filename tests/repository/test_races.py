@@ -77,11 +77,12 @@ def test_a_version_goes_whose_blobs_hold_each_other(tmp_path: Path) -> None:
         assert repo.gc(quiet=0).live == 0
 
 
+@pytest.mark.parametrize("shared", [False, True])
 def test_a_version_that_is_synced_syncs_what_it_shares(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     folder = tmp_path / "models"
-    with sapwood.store.open(folder) as repo:
+    with sapwood.store.open(folder, shared=shared) as repo:
         if repo._backend.keeper.durability.name != "SYNCED":  # type: ignore[attr-defined]
             pytest.skip("a tmpfs promises no more than WRITTEN")
         weight = torch.randn(5000)
@@ -111,11 +112,12 @@ def test_what_was_synced_is_merged_only_into_what_is_synced(
         assert repo.gc(quiet=0).live == weight.nbytes
 
 
+@pytest.mark.parametrize("shared", [False, True])
 def test_packs_that_gc_rewrites_are_synced_before_the_old_ones_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     folder = tmp_path / "models"
-    with sapwood.store.open(folder) as repo:
+    with sapwood.store.open(folder, shared=shared) as repo:
         if repo._backend.keeper.durability.name != "SYNCED":  # type: ignore[attr-defined]
             pytest.skip("a tmpfs promises no more than WRITTEN")
         weight = torch.randn(5000)

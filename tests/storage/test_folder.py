@@ -309,3 +309,24 @@ def test_where_links_are_not_allowed_that_is_said(
         keeper.put("a", [b"1"])
     keeper.put("a", [b"1"], replace=True)
     assert everything(keeper.folder) == [DRAFTS, "a"]
+
+
+def test_what_was_put_with_less_is_synced_later(
+    keeper: FolderKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if keeper.durability < Durability.SYNCED:
+        pytest.skip("a tmpfs promises no more than WRITTEN")
+    keeper.put("deep/er/one", [b"1"])
+    synced = set()
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.add(os.fstat(fd).st_ino)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    keeper.sync(["deep/er/one"])
+    path = keeper.path("deep/er/one")
+    assert {one.stat().st_ino for one in (path, path.parent, path.parents[1])} <= synced
+    with pytest.raises(NotFound):
+        keeper.sync(["deep/er/two"])

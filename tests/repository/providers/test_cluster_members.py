@@ -10,7 +10,7 @@ import torch
 
 from sapwood.errors import ConfigError, ModelExists, ModelNotFound, StoreError, Unreachable
 from sapwood.repository.base import ModelRecord
-from sapwood.repository.providers import placement
+from sapwood.repository.merging import plain_mark_of
 from sapwood.repository.providers.base import Member, Members
 from sapwood.repository.providers.cluster import ClusterBackend
 from sapwood.repository.providers.cluster_places import HEAD
@@ -397,7 +397,7 @@ def test_keys_of_clients_without_the_fast_hash_move_as_well(
     cluster = Cluster(2)
     backend = cluster.backend()
     with monkeypatch.context() as patch:
-        patch.setattr("sapwood.repository.providers.placement.mark_of", placement._plain_mark_of)
+        patch.setattr("sapwood.repository.providers.placement.mark_of", plain_mark_of)
         repo = filled(cluster, backend, 6)
     moved = backend.membership.join(cluster.add(2).member, said=quiet)
     assert moved.problems == []

@@ -174,6 +174,9 @@ def write(keeper: Keeper, todo: Plan, shared: set[str], durability: Durability) 
         Gone: bytes that the caller has not given are in none of the shared packs.
     """
     rows = {d: row for d, row in todo.known.items() if row.pack in shared}
+    if durability >= Durability.SYNCED and isinstance(keeper, Syncing):
+        # They may have been saved with less; their leases keep them where they are.
+        keeper.sync({row.pack for row in rows.values()})
     wanted = dict.fromkeys(d for d in todo.digests if d is not None and d not in rows)
     if any(digest not in todo.sources for digest in wanted):
         raise Gone("a tensor that was to be shared with another model was removed meanwhile")
@@ -195,8 +198,6 @@ def write(keeper: Keeper, todo: Plan, shared: set[str], durability: Durability) 
         rows=head.rows,
     )
     try:
-        if durability >= Durability.SYNCED and isinstance(keeper, Syncing):
-            keeper.sync({row.pack for row in rows.values()} - {pack})
         if pack is not None:
             with keeper.begin(pack, nbytes, durability=durability) as draft:
                 draft.write_parts(pieces(starts, [one.data for one in new]))

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sapwood.errors import Damaged, Gone, StoreError
+from sapwood.errors import Damaged, Gone, NotFound, StoreError
 from sapwood.repository.base import BlobPart, ModelRecord, NewModel, fresh
 from sapwood.repository.catalog import NewPack, Place
 from sapwood.repository.database import one
@@ -127,6 +127,12 @@ class PartStore:
             self.backend.add(model, pack, synced=durability >= Durability.SYNCED)
         except Gone:  # what it was to share was removed since
             return sorted(plan.shared)
+        except NotFound as error:
+            raise StoreError(
+                f"{plan.part.version.name}@{plan.part.version.version}: gc has removed its tensors "
+                "while it was saved, as if its writer had died; save it again, and let gc leave "
+                "what is younger than a save takes (quiet)"
+            ) from error
         finally:
             self._forget(plan.part.version)
         return []

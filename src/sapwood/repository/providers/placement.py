@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sapwood.errors import ConfigError
-from sapwood.repository.merging import mark_of
+from sapwood.repository.merging import mark_of, plain_mark_of
 from sapwood.repository.providers.base import Member, Members
 
 __all__ = ["KEY_BYTES", "is_key_of", "key_of", "order", "places"]
@@ -30,9 +30,7 @@ def key_of(data: Any) -> bytes:
 
 def is_key_of(key: bytes, data: Any) -> bool:
     """Whether a key is that of these bytes, whichever of the fast hashes its maker had."""
-    if key == key_of(data):
-        return True
-    return key == key[:8] + _plain_mark_of(data)
+    return key == key_of(data) or key == _size_of(data) + plain_mark_of(data)
 
 
 def order(members: Sequence[Member], key: bytes) -> list[Member]:
@@ -60,9 +58,8 @@ def _score(member: str, key: bytes) -> bytes:
     return _digest(member.encode() + b"\0" + key)
 
 
-def _plain_mark_of(data: Any) -> bytes:
-    """``mark_of``, as it is where xxhash is not installed."""
-    return hashlib.blake2b(data, digest_size=16).digest()
+def _size_of(data: Any) -> bytes:
+    return memoryview(data).nbytes.to_bytes(8, "little")
 
 
 def _digest(data: bytes) -> bytes:
