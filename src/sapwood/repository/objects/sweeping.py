@@ -217,11 +217,6 @@ class Sweep:
         return [str(pack) for pack in parse_json(LEASE_KIND, content, entry.key)["packs"]]
 
     @property
-    def _durability(self) -> Durability:
-        """Of what takes the place of packs that go: some may have been promised as much."""
-        return min(Durability.SYNCED, self._keeper.durability)
-
-    @property
     def _old(self) -> float:
         """Seconds after which signs are those of processes that died."""
         return max(self._quiet, QUIET_SECONDS)
