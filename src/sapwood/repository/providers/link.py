@@ -172,9 +172,12 @@ class Link:
         except Refused as error:
             raise Denied(f"{self.label} does not take this token: {error}") from error
         except TimeoutError as error:
+            # A server with TLS waits for another beginning, and answers nothing to this one.
+            never = self._tls is None and self._about is None
+            other = " Does it want TLS (tls_ca)?" if never else ""
             raise Unreachable(
                 f"{self.label} did not answer within {self._timeout:g} s ({error}); is it stopped "
-                "or overloaded? Try again, or raise timeout"
+                f"or overloaded? Try again, or raise timeout.{other}"
             ) from error
         except ssl.SSLError as error:
             raise Unreachable(f"{self.label}: TLS failed: {error}; see tls_ca") from error

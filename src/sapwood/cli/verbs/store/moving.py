@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,7 +95,7 @@ def put(
         without: Files of a folder to leave out, as a pattern; may be given several times.
         optimizer: Of a checkpoint, the optimizer's state as well.
     """
-    metrics = dict(map(_metric, metric))
+    metrics = _metrics(metric)
     found = _read(source, without, optimizer=optimizer)
     with opened(at, create=True) as repo:
         record = repo.save(
@@ -125,6 +126,16 @@ def _read(source: str, without: tuple[str, ...], *, optimizer: bool) -> Incoming
         raise ConfigError(f"--without is for folders of files, and {source} is a checkpoint")
     with progress("reading", checkpoint.nbytes or 0) as advance:
         return read_checkpoint(checkpoint, advance, optimizer=optimizer)
+
+
+def _metrics(given: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in given:
+        key, value = _metric(text)
+        if key in found:
+            raise ConfigError(f"--metric names {key} twice; which of the values is meant?")
+        found[key] = value
+    return found
 
 
 def _metric(text: str) -> tuple[str, float]:
