@@ -151,6 +151,7 @@ def test_a_folder_of_hugging_face_is_read(
         (["rm"], "say which versions"),
         (["rm", "a"], "names no version"),
         (["untag", "a"], "expected name@tag"),
+        (["put", "a.pt", "a@1", "--metric", "x=1", "--metric", "x=2"], "names x twice"),
         (["get", "a", "out.zip"], "there is no repository"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import sapwood.store
-from sapwood.errors import BadName, ConfigError, DoesNotFit, ModelNotFound
+from sapwood.errors import BadName, ConfigError, DoesNotFit, ModelNotFound, Unreachable
 
 
 @pytest.fixture
@@ -130,3 +131,38 @@ def _saves(repo, name: str) -> int:
         except BaseException:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_settings_that_would_do_nothing_are_refused(repo) -> None:
+    model = nn.Linear(4, 2)
+    repo.save(model, "a@1", sample=torch.ones(1, 4), metrics={"loss": 1.0})
+    for call in (
+        lambda: repo.load("a@1", strict=False),
+        lambda: repo.load("a@1", cast=True),
+    ):
+        with pytest.raises(ConfigError, match="into="):
+            call()
+    with pytest.raises(ConfigError, match="by="):
+        repo.find("loss > 0", lower=True)
+    with pytest.raises(ConfigError, match="by="):
+        repo.best_ancestor(model, torch.ones(1, 4), lower=True)
+    with pytest.raises(ConfigError, match="names it"):
+        repo.transfer(model, "a@1", torch.ones(1, 4), by="loss")
+
+
+@pytest.mark.parametrize(
+    "setting", [{"timeout": -1}, {"timeout": "soon"}, {"timeout": 1e300}, {"staging": "sometimes"}]
+)
+def test_settings_of_providers_are_looked_at_before_anything_is_sent(
+    setting: dict[str, Any],
+) -> None:
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"{name}="):
+        sapwood.store.open("sapwood://127.0.0.1:1", token="a-token-of-these-tests", **setting)
+
+
+def test_a_silent_server_may_want_tls() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"sapwood://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(Unreachable, match="tls_ca"):
+            sapwood.store.open(address, token="a-token-of-these-tests", timeout=0.5)

@@ -32,9 +32,10 @@ from sapwood.buffers.mapping import HUGE_PAGE, Bytes, Mapping, round_up
 from sapwood.buffers.policies import show
 from sapwood.errors import ConfigError, NoRoom, StorageError, UsageError
 
-__all__ = ["SEALS", "Handover", "HandoverPool", "HandoverStats", "copy_to", "is_sealed"]
+__all__ = ["POLICIES", "SEALS", "Handover", "HandoverPool", "HandoverStats", "copy_to", "is_sealed"]
 
 _log = logging.getLogger(__name__)
+POLICIES = ("preallocated", "on_demand")
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _F_GET_SEALS = getattr(fcntl, "F_GET_SEALS", 1034)
 _SIZES = 4
@@ -149,7 +150,7 @@ class HandoverPool:
         Raises:
             ConfigError: there is no such policy.
         """
-        if policy not in ("preallocated", "on_demand"):
+        if policy not in POLICIES:
             raise ConfigError(f"policy={policy!r}: it is 'preallocated' or 'on_demand'")
         self.policy, self._limit, self._label = policy, ready, label
         self._changed = threading.Condition()

@@ -9,9 +9,11 @@ from sapwood.repository.database import Database
 from sapwood.repository.local import LocalBackend
 from sapwood.storage.folder import FolderKeeper
 
-__all__ = ["CATALOG", "check_folder", "is_repository", "open_folder"]
+__all__ = ["CATALOG", "SERVED", "check_folder", "is_repository", "open_folder"]
 
 CATALOG = "catalog.db"
+SERVED = "provider.lock"
+"""What the folder of a provider has in it."""
 
 
 def open_folder(keeper: FolderKeeper, name: str, *, create: bool) -> LocalBackend:
@@ -43,6 +45,11 @@ def check_folder(folder: Path, *, create: bool) -> None:
     """
     if is_repository(folder):
         return
+    if (folder / SERVED).is_file():
+        raise ConfigError(
+            f"{folder} is kept by a provider: open sapwood://host:port, where `sapwood store serve "
+            f"{folder}` says it listens"
+        )
     if not create:
         raise ConfigError(
             f"there is no repository in {folder}; save something first, or open it with create=True"

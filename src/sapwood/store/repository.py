@@ -212,6 +212,8 @@ class Repository:
         Returns:
             The value; with ``layers`` a dictionary of tensors; with ``into`` the version's record.
         """
+        if into is None and (strict is not None or cast):
+            raise ConfigError("strict= and cast= go with into=, which is not given")
         for attempt in range(_TRIES):
             record, manifest = self._backend.manifest(parse(reference))
             try:
@@ -299,6 +301,7 @@ class Repository:
         Raises:
             ConfigError: it cannot be read, or is about a metric that no version has.
         """
+        _refuse_lower_alone(by, lower)
         found = search(self._backend.models(), expression)
         return found if by is None else ordered(found, by, lower=lower)
 
@@ -352,6 +355,7 @@ class Repository:
         Raises:
             GraphError: the model has no graph; a sample mostly helps.
         """
+        _refuse_lower_alone(by, lower)
         return self._ancestry.best(model, sample, by=by, lower=lower, pattern=pattern)
 
     def transfer(
@@ -375,6 +379,11 @@ class Repository:
             found = self.best_ancestor(model, sample, by=by, lower=lower, pattern=pattern)
             if found is None:
                 return None
+        elif by is not None or lower or pattern != "*":
+            raise ConfigError(
+                f"by=, lower= and pattern= choose a version, and {reference!r} names it: leave "
+                "either away"
+            )
         else:
             found = self._ancestry.compared(self._backend.find(parse(reference)), model, sample)
         same = [pair for pair in found.match.tensors if pair.same_dtype]
@@ -521,6 +530,11 @@ def _labels(tags: Iterable[str]) -> tuple[str, ...]:
     if isinstance(tags, str):
         raise ConfigError(f"tags={tags!r} is one text, expected a list of tags: tags=[{tags!r}]")
     return tuple(dict.fromkeys(check_version(tag) for tag in tags))
+
+
+def _refuse_lower_alone(by: str | None, lower: bool) -> None:
+    if lower and by is None:
+        raise ConfigError("lower= says that less of a metric is better: name the metric with by=")
 
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -37,7 +37,7 @@ def test_folders_that_hold_something_else(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="something else"):
         open_provider(tmp_path / "other")
     open_provider(tmp_path / "mine").close()
-    with pytest.raises(ConfigError, match="something else"):
+    with pytest.raises(ConfigError, match="kept by a provider"):
         sapwood.store.open(tmp_path / "mine")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sapwood.buffers.handover import POLICIES
 from sapwood.channel.tls import client_context
 from sapwood.errors import ConfigError, Unreachable
 from sapwood.repository.providers.base import Member, Members
@@ -21,6 +22,8 @@ __all__ = ["SCHEME", "ClusterSettings", "open_cluster"]
 SCHEME = "sapwood://"
 _LOOK_SECONDS = 3.0
 """For the other providers to say whether they have a newer list."""
+_LONGEST = 86400.0
+"""A day: the clock of sockets ends somewhere beyond it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,20 @@ class ClusterSettings:
     """Seconds without a sign of life after which a provider counts as silent."""
     staging: str = "preallocated"
     """``preallocated`` keeps memory for the next save ready, ``on_demand`` does not."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would be noticed much later, or never.
+
+        Raises:
+            ConfigError: a setting is none of those that are possible.
+        """
+        number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
+        if not number or not 0 < self.timeout <= _LONGEST:
+            raise ConfigError(
+                f"timeout={self.timeout!r}, expected seconds, more than 0 and at most {_LONGEST:g}"
+            )
+        if self.staging not in POLICIES:
+            raise ConfigError(f"staging={self.staging!r}, expected one of {', '.join(POLICIES)}")
 
 
 def open_cluster(place: str, settings: ClusterSettings) -> tuple[ClusterBackend, Durability]:

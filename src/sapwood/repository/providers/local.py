@@ -14,7 +14,7 @@ from sapwood.buffers import HandoverPool
 from sapwood.errors import ConfigError, StoreError
 from sapwood.repository.base import Kin, ModelRecord
 from sapwood.repository.database import Database, one
-from sapwood.repository.folder import CATALOG, open_folder
+from sapwood.repository.folder import CATALOG, SERVED, open_folder
 from sapwood.repository.local import LocalBackend
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.names import Reference, check_name, check_version, time_of
@@ -38,7 +38,7 @@ from sapwood.storage.memory import MemoryKeeper
 
 __all__ = ["LocalProvider", "members_of_json", "members_to_json", "open_provider"]
 
-_LOCK = "provider.lock"
+_LOCK = SERVED
 _AHEAD_SECONDS = 86400.0
 """By so much the clocks of providers may differ."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,7 +98,7 @@ def put(
         file: A file to keep beside the weights, under its own name; may be given several times.
         optimizer: Of a checkpoint, the optimizer's state as well.
     """
-    metrics = dict(map(_metric, metric))
+    metrics = _metrics(metric)
     found = _read(source, without, optimizer=optimizer)
     kept = _with(found.files, file)
     with opened(at, create=True) as repo:
@@ -144,6 +144,16 @@ def _with(files: Mapping[str, memoryview], more: tuple[Path, ...]) -> dict[str, 
             found[path.name] = map_file(path)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    return found
+
+
+def _metrics(given: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in given:
+        key, value = _metric(text)
+        if key in found:
+            raise ConfigError(f"--metric names {key} twice; which of the values is meant?")
+        found[key] = value
     return found
 
 
