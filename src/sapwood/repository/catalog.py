@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
@@ -282,27 +282,42 @@ class Catalog:
         with self._database.reading() as db:
             return [Place(*row) for row in db.execute(query, (limit,))]
 
-    def hashed(self, found: Sequence[tuple[int, bytes, bytes]]) -> int:
+    def hashed(
+        self, found: Sequence[tuple[int, bytes, bytes]], damaged: Collection[int] = ()
+    ) -> int:
         """Note the digests and fast checksums of blobs, and merge those that are equal.
 
-        How many bytes that has freed. A blob that was removed meanwhile is passed over.
+        How many bytes that has freed. A blob that was removed meanwhile is passed over. Those that
+        are ``damaged`` are merged into what is equal to them, so that they are sound again.
         """
         freed = 0
         with self._database.writing() as db:
             for blob, digest, mark in found:
-                freed += self._note_digest(db, blob, digest, mark)
+                freed += self._note_digest(db, blob, digest, mark, damaged)
         return freed
 
-    def packs_of(self, digests: Iterable[bytes]) -> set[str]:
-        """The packs in which runs of bytes with these digests lie."""
+    def twins(self, digests: Iterable[bytes]) -> dict[bytes, Place]:
+        """Where the bytes lie that others with these digests would be merged into."""
         query = (
-            "SELECT pack.key FROM blob JOIN pack ON pack.id = blob.pack "
-            "WHERE digest = ? AND same_as IS NULL"
+            "SELECT blob.id, pack.key, start, blob.nbytes, mark, stored, base FROM blob "
+            "JOIN pack ON pack.id = blob.pack WHERE digest = ? AND same_as IS NULL"
         )
+        found = {}
         with self._database.reading() as db:
-            return {row[0] for digest in digests for row in db.execute(query, (digest,))}
+            for digest in digests:
+                row = one(db, query, (digest,))
+                if row is not None:
+                    found[digest] = Place(*row)
+        return found
 
-    def _note_digest(self, db: sqlite3.Connection, blob: int, digest: bytes, mark: bytes) -> int:
+    def _note_digest(
+        self,
+        db: sqlite3.Connection,
+        blob: int,
+        digest: bytes,
+        mark: bytes,
+        damaged: Collection[int],
+    ) -> int:
         row = one(db, "SELECT nbytes, pack FROM blob WHERE id = ? AND same_as IS NULL", (blob,))
         if row is None:
             return 0
@@ -311,10 +326,10 @@ class Catalog:
             "SELECT id FROM blob WHERE digest = ? AND nbytes = ? AND same_as IS NULL AND id != ?"
         )
         other = one(db, query, (digest, nbytes, blob))
-        if other is None:
+        if other is None or other[0] in damaged:
             change = "UPDATE blob SET digest = ?, mark = ? WHERE id = ?"
             db.execute(change, (digest, mark, blob))
-            return 0
+            return 0 if other is None else self._mend(db, other[0], blob, mark)
         change = (
             "UPDATE blob SET digest = ?, mark = ?, same_as = ?, pack = NULL, start = NULL "
             "WHERE id = ?"
@@ -322,6 +337,27 @@ class Catalog:
         db.execute(change, (digest, mark, other[0], blob))
         db.execute("UPDATE blob SET refs = refs + 1 WHERE id = ?", other)
         db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))
+        return int(nbytes)
+
+    def _mend(self, db: sqlite3.Connection, damaged: int, sound: int, mark: bytes) -> int:
+        """Let a blob, and all that are the same as it, be the same as another one."""
+        query = f"SELECT {_PACKED}, pack, base FROM blob WHERE id = ?"  # noqa: S608
+        nbytes, pack, base = one(db, query, (damaged,))
+        # What has it as its base as well: chains of bases are followed by their own numbers.
+        count = sum(
+            db.execute(f"UPDATE blob SET {kind} = ? WHERE {kind} = ?", (sound, damaged)).rowcount  # noqa: S608
+            for kind in ("same_as", "base")
+        )
+        change = (
+            "UPDATE blob SET same_as = ?, mark = ?, refs = refs - ?, pack = NULL, start = NULL, "
+            "stored = NULL, base = NULL WHERE id = ?"
+        )
+        db.execute(change, (sound, mark, count, damaged))
+        db.execute("UPDATE blob SET refs = refs + ? WHERE id = ?", (count + 1, sound))
+        db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))
+        if base is not None:
+            db.execute("UPDATE blob SET refs = refs - 1 WHERE id = ?", (base,))
+            self._forget(db, [base])
         return int(nbytes)
 
     # -- packs -------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from sapwood.errors import NotFound, SapwoodError
+from sapwood.errors import Damaged, Gone, NotFound, SapwoodError, StorageError, Truncated
 from sapwood.repository.catalog import Catalog, Place
 from sapwood.storage import Keeper, Wanted
 from sapwood.storage.base import Syncing
@@ -34,9 +34,11 @@ _MERGERS: weakref.WeakSet[Merger] = weakref.WeakSet()
 class Merger:
     """One thread that hashes blobs nobody has hashed yet; ``close`` ends it between two blobs."""
 
-    def __init__(self, catalog: Catalog, keeper: Keeper) -> None:
-        """Nothing runs before ``wake``."""
-        self._catalog, self._keeper = catalog, keeper
+    def __init__(
+        self, catalog: Catalog, keeper: Keeper, whole: Callable[[Place], memoryview]
+    ) -> None:
+        """Nothing runs before ``wake``; ``whole`` reads a blob, whatever form it is in."""
+        self._catalog, self._keeper, self._whole = catalog, keeper, whole
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._again = False
@@ -79,8 +81,9 @@ class Merger:
                 batch = self._catalog.unhashed(_BATCH)
                 while batch and not self._closed:
                     found = self._hash(batch)
-                    self._sync_twins(batch, found)
-                    self._catalog.hashed(found)
+                    twins = self._catalog.twins(digest for _, digest, _ in found)
+                    self._sync_twins(batch, found, twins)
+                    self._catalog.hashed(found, self._damaged(twins))
                     batch = self._catalog.unhashed(_BATCH)
         except SapwoodError as error:
             # What is not merged takes room and is as right; the next process tries again.
@@ -108,16 +111,40 @@ class Merger:
                 self._missed.add(place)
         return found
 
-    def _sync_twins(self, batch: list[Place], found: list[tuple[int, bytes, bytes]]) -> None:
+    def _sync_twins(
+        self,
+        batch: Sequence[Place],
+        found: Sequence[tuple[int, bytes, bytes]],
+        twins: Mapping[bytes, Place],
+    ) -> None:
         """Who was promised to survive a power cut may be merged into what was not."""
         if not isinstance(self._keeper, Syncing):
             return
-        digests = Counter(digest for _, digest, _ in found)
+        count = Counter(digest for _, digest, _ in found)
         packs = {place.blob: place.pack for place in batch}
-        twins = {packs[blob] for blob, digest, _ in found if digests[digest] > 1}
-        for pack in twins | self._catalog.packs_of(digests):
+        mine = {packs[blob] for blob, digest, _ in found if count[digest] > 1}
+        for pack in mine | {place.pack for place in twins.values()}:
             with suppress(NotFound):  # removed, or moved by gc, which syncs what it writes
                 self._keeper.sync([pack])
+
+    def _damaged(self, twins: Mapping[bytes, Place]) -> set[int]:
+        """Those whose bytes are not what they were: what is equal to them mends them instead.
+
+        To merge into such a one would lose the only sound copy there is.
+        """
+        return {place.blob for digest, place in twins.items() if not self._is_sound(place, digest)}
+
+    def _is_sound(self, place: Place, digest: bytes) -> bool:
+        try:
+            data = self._whole(place)
+        except (NotFound, Gone):
+            return True  # moved or removed since
+        except Damaged:
+            return False
+        except StorageError as error:
+            return not isinstance(error, Truncated)
+        # Another process may have made its marks in another way.
+        return mark_of(data) == place.mark or digest_of(data) == digest
 
     def _digests(self, place: Place) -> tuple[bytes, bytes]:
         strong, fast = _strong(), _fast()
