@@ -247,8 +247,9 @@ class Merging(Protocol):
     """A back end that keeps equal tensors once, and can say which blobs are equal."""
 
     def canonical(self, blobs: Sequence[int]) -> Mapping[int, int | None]:
-        """For each blob the one that stands for all that are equal to it; it never changes again.
+        """For each blob the one that stands for all that are equal to it.
 
+        It never changes again, unless that one was damaged and another one has taken its place.
         None while nobody has compared its bytes with others yet. A blob that was removed is left
         out.
         """

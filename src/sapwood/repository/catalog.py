@@ -25,7 +25,7 @@ from sapwood.repository.names import (
     next_version,
     time_of,
 )
-from sapwood.repository.packtable import PACKED, NewPack, PackRow, PackTable, Place
+from sapwood.repository.packtable import NewPack, PackRow, PackTable, Place
 
 __all__ = ["Catalog", "NewPack", "PackRow", "Place"]
 
@@ -412,22 +412,6 @@ class Catalog(PackTable):
             raise Gone("a tensor that was to be shared with another model was removed meanwhile")
         if by < 0:
             self._forget(db, sorted(counts))
-
-    def _forget(self, db: sqlite3.Connection, blobs: Sequence[int]) -> None:
-        for blob in blobs:
-            query = f"SELECT refs, pack, {PACKED}, same_as, base FROM blob WHERE id = ?"  # noqa: S608
-            row = one(db, query, (blob,))
-            # It may be gone already, with one of these that was the same as it or had it as base.
-            if row is None or row[0] > 0:
-                continue
-            _, pack, nbytes, same_as, base = row
-            db.execute("DELETE FROM blob WHERE id = ?", (blob,))
-            if same_as is None:
-                db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))
-            for other in (same_as, base):
-                if other is not None:
-                    db.execute("UPDATE blob SET refs = refs - 1 WHERE id = ?", (other,))
-                    self._forget(db, [other])
 
 
 def _rows(db: sqlite3.Connection) -> sqlite3.Cursor:

@@ -6,6 +6,7 @@ leaves a pack that no catalog knows, which ``gc`` removes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ from sapwood.storage.base import Mappable
 
 __all__ = ["LocalBackend", "equal_bytes"]
 
+log = logging.getLogger(__name__)
 _TRIES = 3
 _PROBE = 4096
 """Tensors that differ mostly do so at once: so much is looked at before all of it is."""
@@ -48,8 +50,8 @@ class LocalBackend:
         self.keeper = keeper
         self.database = database
         self.catalog = Catalog(database)
-        self._merger = Merger(self.catalog, keeper)
         self._cold = ColdReader(self.catalog, keeper)
+        self._merger = Merger(self.catalog, keeper, self._cold.whole)
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -131,10 +133,16 @@ class LocalBackend:
             return {}
         try:
             stored = self.mapped(list(alike.values()))
+            if stored is None:
+                stored = self._read_whole(alike.values())
         except Gone:
             return {}
-        if stored is None:
-            stored = self._read_whole(alike.values())
+        except Damaged as error:
+            if len(alike) > 1:  # the others may be sound
+                halves = _halves(alike)
+                return {i: b for half in halves for i, b in self._same(sources, half).items()}
+            log.warning("a tensor is saved anew, as the one it may be equal to is lost: %s", error)
+            return {}
         return {i: blob for i, blob in alike.items() if equal_bytes(sources[i], stored[blob])}
 
     def _read_whole(self, blobs: Iterable[int]) -> dict[int, memoryview]:
@@ -277,6 +285,12 @@ class LocalBackend:
         self._merger.close()
         self.keeper.close()
         self.database.close()
+
+
+def _halves(alike: Mapping[int, int]) -> tuple[dict[int, int], dict[int, int]]:
+    pairs = list(alike.items())
+    middle = len(pairs) // 2
+    return dict(pairs[:middle]), dict(pairs[middle:])
 
 
 def _wanted(place: Place, part: BlobPart) -> Wanted:

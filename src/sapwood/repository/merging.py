@@ -11,11 +11,11 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from sapwood.errors import NotFound, SapwoodError
+from sapwood.errors import Damaged, Gone, NotFound, SapwoodError, StorageError, Truncated
 from sapwood.repository.catalog import Catalog, Place
 from sapwood.runtime.forks import ForkLock
 from sapwood.storage import Keeper, Wanted
@@ -34,9 +34,11 @@ _MERGERS: weakref.WeakSet[Merger] = weakref.WeakSet()
 class Merger:
     """One thread that hashes blobs nobody has hashed yet; ``close`` ends it between two blobs."""
 
-    def __init__(self, catalog: Catalog, keeper: Keeper) -> None:
-        """Nothing runs before ``wake``."""
-        self._catalog, self._keeper = catalog, keeper
+    def __init__(
+        self, catalog: Catalog, keeper: Keeper, whole: Callable[[Place], memoryview]
+    ) -> None:
+        """Nothing runs before ``wake``; ``whole`` reads a blob, whatever form it is in."""
+        self._catalog, self._keeper, self._whole = catalog, keeper, whole
         self._lock = ForkLock()
         self._thread: threading.Thread | None = None
         self._again = False
@@ -88,7 +90,8 @@ class Merger:
             log.warning("equal tensors are not merged for now: %s", error)
 
     def _note(self, found: list[tuple[int, bytes, bytes]]) -> None:
-        while packs := self._catalog.hashed(found):
+        damaged = self._damaged(self._catalog.twins(digest for _, digest, _ in found))
+        while packs := self._catalog.hashed(found, damaged):
             try:
                 sync(self._catalog, self._keeper, packs)
             except NotFound:  # moved by gc meanwhile, or missing if it is so again
@@ -112,6 +115,25 @@ class Merger:
             with suppress(NotFound):  # moved or removed by gc: the next look at the catalog tells
                 found.append((place.blob, *self._digests(place)))
         return found
+
+    def _damaged(self, twins: Mapping[bytes, Place]) -> set[int]:
+        """Those whose bytes are not what they were: what is equal to them mends them instead.
+
+        To merge into such a one would lose the only sound copy there is.
+        """
+        return {place.blob for digest, place in twins.items() if not self._is_sound(place, digest)}
+
+    def _is_sound(self, place: Place, digest: bytes) -> bool:
+        try:
+            data = self._whole(place)
+        except (NotFound, Gone):
+            return True  # moved or removed since
+        except Damaged:
+            return False
+        except StorageError as error:
+            return not isinstance(error, Truncated)
+        # Another process may have made its marks in another way.
+        return mark_of(data) == place.mark or digest_of(data) == digest
 
     def _digests(self, place: Place) -> tuple[bytes, bytes]:
         strong, fast = _strong(), _fast()

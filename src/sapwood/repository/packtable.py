@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sapwood.repository.database import Database, one
@@ -106,20 +106,42 @@ class PackTable:
         with self._database.reading() as db:
             return [Place(*row) for row in db.execute(query, (limit,))]
 
-    def hashed(self, found: Sequence[tuple[int, bytes, bytes]]) -> list[str]:
+    def twins(self, digests: Iterable[bytes]) -> dict[bytes, Place]:
+        """Where the bytes lie that others with these digests would be merged into."""
+        query = (
+            "SELECT blob.id, pack.key, start, blob.nbytes, mark, stored, base FROM blob "
+            "JOIN pack ON pack.id = blob.pack WHERE digest = ? AND same_as IS NULL"
+        )
+        found = {}
+        with self._database.reading() as db:
+            for digest in digests:
+                row = one(db, query, (digest,))
+                if row is not None:
+                    found[digest] = Place(*row)
+        return found
+
+    def hashed(
+        self, found: Sequence[tuple[int, bytes, bytes]], damaged: Collection[int] = ()
+    ) -> list[str]:
         """Note the digests and fast checksums of blobs, and merge those that are equal.
 
-        A blob that was removed meanwhile is passed over. So is one that would survive a power cut,
-        and whose equal would not: the packs are returned that must be synced before.
+        A blob that was removed meanwhile is passed over. Those that are ``damaged`` are merged into
+        what is equal to them, so that they are sound again. What would survive a power cut is not
+        merged into what would not: the packs are returned that must be synced before.
         """
         packs: dict[str, None] = {}
         with self._database.writing() as db:
             for blob, digest, mark in found:
-                packs.update(dict.fromkeys(self._note_digest(db, blob, digest, mark)))
+                packs.update(dict.fromkeys(self._note_digest(db, blob, digest, mark, damaged)))
         return list(packs)
 
     def _note_digest(
-        self, db: sqlite3.Connection, blob: int, digest: bytes, mark: bytes
+        self,
+        db: sqlite3.Connection,
+        blob: int,
+        digest: bytes,
+        mark: bytes,
+        damaged: Collection[int],
     ) -> list[str]:
         query = (
             "SELECT blob.nbytes, pack.id, synced FROM blob JOIN pack ON pack.id = blob.pack "
@@ -137,6 +159,8 @@ class PackTable:
             change = "UPDATE blob SET digest = ?, mark = ? WHERE id = ?"
             db.execute(change, (digest, mark, blob))
             return []
+        if other[0] in damaged:
+            return self._mend(db, other[0], blob, digest, mark)
         if synced and (packs := self._unsynced(db, other)):
             return packs
         change = (
@@ -146,6 +170,38 @@ class PackTable:
         db.execute(change, (digest, mark, other[0], blob))
         db.execute("UPDATE blob SET refs = refs + 1 WHERE id = ?", other)
         db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))
+        return []
+
+    def _mend(
+        self, db: sqlite3.Connection, damaged: int, sound: int, digest: bytes, mark: bytes
+    ) -> list[str]:
+        """Let a blob, and all that are the same as it, be the same as another one.
+
+        Nothing is done yet if packs are returned that must be synced before.
+        """
+        query = (
+            "SELECT COALESCE(stored, blob.nbytes), pack.id, synced, base FROM blob "
+            "JOIN pack ON pack.id = blob.pack WHERE blob.id = ?"
+        )
+        nbytes, pack, synced, base = one(db, query, (damaged,))
+        if synced and (packs := self._unsynced(db, [sound])):
+            return packs
+        db.execute("UPDATE blob SET digest = ?, mark = ? WHERE id = ?", (digest, mark, sound))
+        # What has it as its base as well: chains of bases are followed by their own numbers.
+        count = sum(
+            db.execute(f"UPDATE blob SET {kind} = ? WHERE {kind} = ?", (sound, damaged)).rowcount  # noqa: S608
+            for kind in ("same_as", "base")
+        )
+        change = (
+            "UPDATE blob SET same_as = ?, mark = ?, refs = refs - ?, pack = NULL, start = NULL, "
+            "stored = NULL, base = NULL WHERE id = ?"
+        )
+        db.execute(change, (sound, mark, count, damaged))
+        db.execute("UPDATE blob SET refs = refs + ? WHERE id = ?", (count + 1, sound))
+        db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))
+        if base is not None:
+            db.execute("UPDATE blob SET refs = refs - 1 WHERE id = ?", (base,))
+            self._forget(db, [base])
         return []
 
     # -- packs ---------------------------------------------------------------------------------
@@ -269,3 +325,19 @@ class PackTable:
             ],
         )
         return first
+
+    def _forget(self, db: sqlite3.Connection, blobs: Sequence[int]) -> None:
+        for blob in blobs:
+            query = f"SELECT refs, pack, {PACKED}, same_as, base FROM blob WHERE id = ?"  # noqa: S608
+            row = one(db, query, (blob,))
+            # It may be gone already, with one of these that was the same as it or had it as base.
+            if row is None or row[0] > 0:
+                continue
+            _, pack, nbytes, same_as, base = row
+            db.execute("DELETE FROM blob WHERE id = ?", (blob,))
+            if same_as is None:
+                db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))
+            for other in (same_as, base):
+                if other is not None:
+                    db.execute("UPDATE blob SET refs = refs - 1 WHERE id = ?", (other,))
+                    self._forget(db, [other])
