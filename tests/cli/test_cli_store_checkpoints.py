@@ -126,8 +126,8 @@ def test_a_repository_of_checkpoints_is_a_place(
     training = Training(tmp_path)
     tiers = ("memory", f"store://{tmp_path}/all")
     with sapwood_package.Checkpointer(training.run, tmp_path / "ckpts", tiers=tiers) as c:
-        for _ in range(2):
-            training.steps(1)
+        for step in (1, 2):
+            training.steps(step)
             c.save()
         c.wait()
     training.close()
