@@ -118,3 +118,28 @@ def test_notes_are_json(put: Put, capsys: pytest.CaptureFixture) -> None:
     assert main(["store", "ls", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["note"]["imported"]["places"] == ["local ckpts"]
+
+
+def test_a_repository_of_checkpoints_is_a_place(
+    put: Put, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    training = Training(tmp_path)
+    tiers = ("memory", f"store://{tmp_path}/all")
+    with sapwood_package.Checkpointer(training.run, tmp_path / "ckpts", tiers=tiers) as c:
+        for step in (1, 2):
+            training.steps(step)
+            c.save()
+        c.wait()
+    training.close()
+    place = f"store://{tmp_path}/all"
+    for number, source in enumerate(
+        (place, f"{place}/", f"{place}/latest", f"{place}/2", f"{place}/?place={tmp_path}/ckpts")
+    ):
+        assert "saved x@" in put(source, f"x@v{number}")
+    with open_repository("models", create=False) as repo:
+        assert {r.note["imported"]["step"] for r in repo.models()} == {2}
+    assert "no checkpoints in" in put(f"{place}/?place=elsewhere", "x@no", code=1)
+    for wrong in (place, f"{place}/?place={tmp_path}/ckpts"):
+        assert main(["ckpt", "verify", wrong]) == 1
+        assert "is a place, not a checkpoint" in capsys.readouterr().err
+    assert main(["ckpt", "verify", f"{place}/latest"]) == 0

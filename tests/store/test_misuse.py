@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 import sapwood.store
-from sapwood.errors import BadName, ConfigError, DoesNotFit, ModelNotFound, Unreachable
+from sapwood.errors import BadName, ConfigError, DoesNotFit, ModelNotFound, StoreError, Unreachable
+from sapwood.repository.database import Database
 
 
 @pytest.fixture
@@ -166,3 +168,19 @@ def test_a_silent_server_may_want_tls() -> None:
         address = f"sapwood://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(Unreachable, match="tls_ca"):
             sapwood.store.open(address, token="a-token-of-these-tests", timeout=0.5)
+
+
+def test_a_catalog_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="may be written to"):
+        Database(tmp_path / "not there" / "catalog.db")
+    sqlite3.connect(tmp_path / "catalog.db").close()
+    database = Database(tmp_path / "catalog.db")
+    try:
+        database._open().execute("PRAGMA query_only=ON")  # as a file system that is read-only does
+        with (
+            pytest.raises(StoreError, match="may be written to"),
+            database.writing() as connection,
+        ):
+            connection.execute("CREATE TABLE more (x)")
+    finally:
+        database.close()

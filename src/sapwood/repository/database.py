@@ -174,6 +174,12 @@ def _as_store_errors(path: Path | None) -> Iterator[None]:
                 f"another process has been writing to {path} for {_PATIENCE:g} s; end it, or try "
                 "again"
             ) from error
+        if "unable to open" in text or "readonly" in text:
+            raise StoreError(
+                f"the catalog {path} cannot be opened for writing ({text}), which SQLite needs "
+                "even to read: see that its folder is there and may be written to, or copy the "
+                "repository to one that may"
+            ) from error
         if "full" in text:
             raise StoreError(f"no room for the catalog {path}: {text}; make room") from error
         raise StoreError(f"the catalog {path}: {text}") from error

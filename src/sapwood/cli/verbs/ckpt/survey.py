@@ -22,6 +22,7 @@ from sapwood.tiers.versions.facts import named
 __all__ = [
     "ABANDONED",
     "CURRENT",
+    "NAME",
     "OTHER",
     "Checkpoint",
     "Copy",
@@ -32,6 +33,8 @@ __all__ = [
     "survey",
 ]
 
+NAME = re.compile(r"\d+(-[0-9a-f]+)?|latest")
+"""A step, an id, or ``latest``: what stands behind a place."""
 _OURS = re.compile(
     r"shard-\d+(\.base-\d+)?\.(bin|json|index|extras)|.+\.safetensors|manifest\.json"
     r"|\..+\.draft-.+"
@@ -234,8 +237,17 @@ def _mark_branches(found: Iterable[Checkpoint]) -> None:
 
 
 def split(argument: str, place: str) -> tuple[str, str]:
-    """Place and name of a checkpoint given as ``15``, ``latest``, or ``some/place/latest``."""
+    """Place and name of a checkpoint given as ``15``, ``latest``, or ``some/place/latest``.
+
+    Raises:
+        CheckpointError: it is a model repository, and no checkpoint of it.
+    """
     before, slash, name = argument.rstrip("/").rpartition("/")
+    if argument.startswith("store://") and NAME.fullmatch(name) is None:
+        raise CheckpointError(
+            f"{argument} is a place, not a checkpoint: name one behind it, such as "
+            f"{argument.rstrip('/')}/latest, or give it as --place"
+        )
     return (before or "/", name) if slash else (place, name)
 
 

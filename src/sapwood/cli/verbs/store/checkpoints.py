@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["checkpoint_at", "read_checkpoint"]
 
-_NAME = re.compile(r"\d+(-[0-9a-f]+)?|latest")
-"""A step, an id, or ``latest``: what stands behind a place."""
 _RUN = "run.toml"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model.bin*")
 
@@ -28,12 +25,14 @@ def checkpoint_at(source: str) -> Checkpoint | None:
     Raises:
         SapwoodError: it can only be one, and it is not there.
     """
-    from sapwood.cli.verbs.ckpt.survey import find_one
+    from sapwood.cli.verbs.ckpt.survey import NAME, find_one
 
     path = Path(source)
     if path.is_file():
         return None
-    named = _NAME.fullmatch(source.rstrip("/").rpartition("/")[2]) is not None
+    named = NAME.fullmatch(source.rstrip("/").rpartition("/")[2]) is not None
+    if source.startswith("store://"):
+        return find_one(source) if named else find_one("latest", source)
     if source.startswith("s3://") or (named and not path.is_dir()):
         return find_one(source if named else f"{source.rstrip('/')}/latest")
     if not path.is_dir():
