@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
 from sapwood.repository.base import NOTHING, Kin, ModelRecord, NewModel
 from sapwood.repository.database import Database, one
+from sapwood.repository.equal import PACKED as _PACKED
+from sapwood.repository.equal import note_digest
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.names import (
     HIDDEN,
@@ -32,8 +34,6 @@ __all__ = ["Catalog", "NewPack", "PackRow", "Place"]
 
 _VARIABLES = 10_000
 """In one statement; SQLite takes three times as many."""
-_PACKED = "COALESCE(stored, nbytes)"
-"""The bytes a blob takes in its pack."""
 _KIN = "SELECT model, COUNT(*), SUM(nbytes) FROM layer WHERE id IN ({}) GROUP BY model"
 
 
@@ -293,7 +293,7 @@ class Catalog:
         freed = 0
         with self._database.writing() as db:
             for blob, digest, mark in found:
-                freed += self._note_digest(db, blob, digest, mark, damaged)
+                freed += note_digest(db, blob, digest, mark, damaged, self._forget)
         return freed
 
     def twins(self, digests: Iterable[bytes]) -> dict[bytes, Place]:
@@ -309,56 +309,6 @@ class Catalog:
                 if row is not None:
                     found[digest] = Place(*row)
         return found
-
-    def _note_digest(
-        self,
-        db: sqlite3.Connection,
-        blob: int,
-        digest: bytes,
-        mark: bytes,
-        damaged: Collection[int],
-    ) -> int:
-        row = one(db, "SELECT nbytes, pack FROM blob WHERE id = ? AND same_as IS NULL", (blob,))
-        if row is None:
-            return 0
-        nbytes, pack = row
-        query = (
-            "SELECT id FROM blob WHERE digest = ? AND nbytes = ? AND same_as IS NULL AND id != ?"
-        )
-        other = one(db, query, (digest, nbytes, blob))
-        if other is None or other[0] in damaged:
-            change = "UPDATE blob SET digest = ?, mark = ? WHERE id = ?"
-            db.execute(change, (digest, mark, blob))
-            return 0 if other is None else self._mend(db, other[0], blob, mark)
-        change = (
-            "UPDATE blob SET digest = ?, mark = ?, same_as = ?, pack = NULL, start = NULL "
-            "WHERE id = ?"
-        )
-        db.execute(change, (digest, mark, other[0], blob))
-        db.execute("UPDATE blob SET refs = refs + 1 WHERE id = ?", other)
-        db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))
-        return int(nbytes)
-
-    def _mend(self, db: sqlite3.Connection, damaged: int, sound: int, mark: bytes) -> int:
-        """Let a blob, and all that are the same as it, be the same as another one."""
-        query = f"SELECT {_PACKED}, pack, base FROM blob WHERE id = ?"  # noqa: S608
-        nbytes, pack, base = one(db, query, (damaged,))
-        # What has it as its base as well: chains of bases are followed by their own numbers.
-        count = sum(
-            db.execute(f"UPDATE blob SET {kind} = ? WHERE {kind} = ?", (sound, damaged)).rowcount  # noqa: S608
-            for kind in ("same_as", "base")
-        )
-        change = (
-            "UPDATE blob SET same_as = ?, mark = ?, refs = refs - ?, pack = NULL, start = NULL, "
-            "stored = NULL, base = NULL WHERE id = ?"
-        )
-        db.execute(change, (sound, mark, count, damaged))
-        db.execute("UPDATE blob SET refs = refs + ? WHERE id = ?", (count + 1, sound))
-        db.execute("UPDATE pack SET live = live - ? WHERE id = ?", (nbytes, pack))
-        if base is not None:
-            db.execute("UPDATE blob SET refs = refs - 1 WHERE id = ?", (base,))
-            self._forget(db, [base])
-        return int(nbytes)
 
     # -- packs -------------------------------------------------------------------------------
 
