@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
 from sapwood.repository.base import NOTHING, Kin, ModelRecord, NewModel
+from sapwood.repository.counting import miscounted
 from sapwood.repository.database import Database, one
 from sapwood.repository.equal import PACKED as _PACKED
 from sapwood.repository.equal import note_digest
@@ -351,25 +352,8 @@ class Catalog:
 
     def miscounted(self, references: Mapping[int, int]) -> list[str]:
         """Where counts are not what they should be, a line each; ``references`` of manifests."""
-        problems = []
         with self._database.reading() as db:
-            same = Counter(
-                row[0] for row in db.execute("SELECT same_as FROM blob WHERE same_as IS NOT NULL")
-            )
-            query = "SELECT base FROM blob WHERE base IS NOT NULL"
-            bases = Counter(row[0] for row in db.execute(query))
-            for blob, refs in db.execute("SELECT id, refs FROM blob").fetchall():
-                expected = references.get(blob, 0) + same[blob] + bases[blob]
-                if refs != expected:
-                    problems.append(f"blob {blob} is counted {refs} times, used {expected} times")
-            live = Counter[int]()
-            query = f"SELECT pack, {_PACKED} FROM blob WHERE pack NOT NULL"  # noqa: S608
-            for pack, nbytes in db.execute(query):
-                live[pack] += nbytes
-            for pack, key, counted in db.execute("SELECT id, key, live FROM pack").fetchall():
-                if counted != live[pack]:
-                    problems.append(f"pack {key}: {counted} bytes counted, {live[pack]} in use")
-        return problems
+            return miscounted(db, references)
 
     def drop_dead_packs(self) -> list[PackRow]:
         """Forget the packs in which nothing is in use; their objects are the caller's to remove."""
