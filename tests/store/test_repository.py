@@ -453,6 +453,16 @@ def test_two_processes_share_a_folder(folder: Path) -> None:
         assert repo.load("b")["w"].tolist() == [0, 0, 0]
 
 
+def test_a_number_that_is_a_tag_is_not_given_to_a_version(repo: Repository) -> None:
+    repo.save({"w": torch.zeros(1)}, "a")
+    repo.tag("a@1", "2")
+    repo.tag("a@1", "3")
+    assert repo.save({"w": torch.ones(1)}, "a").version == "4"
+    assert repo.load("a@2")["w"].item() == 0
+    repo.save({"w": torch.ones(1)}, "a@" + "9" * 100)
+    assert repo.save({"w": torch.ones(1)}, "a").version == "5"
+
+
 def test_a_forked_reader_opens_its_own_connection(folder: Path) -> None:
     with open_repository(folder) as repo:
         repo.save({"w": torch.ones(10)}, "a@1")

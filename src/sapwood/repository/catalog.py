@@ -382,7 +382,9 @@ class Catalog(PackTable):
         query = "SELECT version FROM model WHERE name = ?"
         if model.version is None:
             # Also those that were removed: a number is not given twice.
-            return next_version(row[0] for row in db.execute(query, (model.name,)))
+            versions = [row[0] for row in db.execute(query, (model.name,))]
+            tags = db.execute("SELECT tag FROM tag WHERE name = ?", (model.name,))
+            return next_version(versions, (tag for (tag,) in tags))
         taken = one(db, f"{query} AND version = ? AND removed IS NULL", (model.name, model.version))
         if taken is not None:
             raise ModelExists(

@@ -31,6 +31,8 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})*")
 _VERSION = re.compile(_PART)
 _NAME_LENGTH, _VERSION_LENGTH, _FILE_LENGTH = 200, 100, 200
+_DIGITS = 18
+"""More are a name, not a number to count on from: the next one could be too long."""
 _RANDOM_BITS = 20
 """Below the milliseconds in a version's number, so that two providers do not give the same one."""
 _RULE = "letters, digits and '._+=-', each part beginning with a letter or a digit"
@@ -112,9 +114,14 @@ def is_hidden(text: str) -> bool:
     return text.startswith(HIDDEN)
 
 
-def next_version(taken: Iterable[str]) -> str:
-    """The number after the largest one there is."""
-    return str(max((int(v) for v in taken if v.isdecimal() and v.isascii()), default=0) + 1)
+def next_version(taken: Iterable[str], tags: Iterable[str] = ()) -> str:
+    """The number after the largest one there is, that is no tag."""
+    numbers = (v for v in taken if v.isdecimal() and v.isascii() and len(v) <= _DIGITS)
+    number = max(map(int, numbers), default=0) + 1
+    names = set(tags)
+    while str(number) in names:
+        number += 1
+    return str(number)
 
 
 def new_id(after: int = 0) -> int:

@@ -70,7 +70,8 @@ class HeadStore:
             if len(self._reserved) >= _MOST_RESERVED:
                 raise StoreError(f"{_MOST_RESERVED} versions are being saved already; try later")
             if version is None:
-                version = next_version([*self._versions(name), *self._reserved_of(name)])
+                taken = [*self._versions(name), *self._reserved_of(name)]
+                version = next_version(taken, self._tags_of(name))
             else:
                 self._refuse_taken(name, version)
             with self._database.reading() as db:
@@ -79,6 +80,11 @@ class HeadStore:
             until = time.monotonic() + RESERVED_SECONDS
             self._reserved[name, version] = _Reservation(self._last, holder, until)
             return VersionKey(name, version, self._last)
+
+    def _tags_of(self, name: str) -> list[str]:
+        with self._database.reading() as db:
+            rows = db.execute("SELECT tag FROM tag WHERE name = ?", (name,)).fetchall()
+        return [tag for (tag,) in rows]
 
     def _refuse_taken(self, name: str, version: str) -> None:
         if self.catalog.exists(name, version):

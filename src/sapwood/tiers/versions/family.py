@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from sapwood.errors import ModelNotFound
 from sapwood.repository.base import Backend, ModelRecord
 from sapwood.tiers.identity import CheckpointId, Lineage
 from sapwood.tiers.versions.facts import Facts, Origin
@@ -49,7 +50,7 @@ def model_name(origin: Origin, lineage: Lineage | None) -> str:
 def parent_of(
     backend: Backend, origin: Origin, id: CheckpointId, lineage: Lineage | None
 ) -> ModelRecord | None:
-    """The version a checkpoint comes from.
+    """The version a checkpoint comes from; a fork's first one may come from a removed one.
 
     That is the one before in its attempt; for the first one of an attempt the version it was
     restored from, or the newest before that one on its branch; and for a fork's first one that of
@@ -74,9 +75,35 @@ def _parent_of_fork(backend: Backend, forked: str) -> ModelRecord | None:
     if not run or not step.isdecimal():
         return None
     every = checkpoints_in(backend, None)
-    theirs = [one for one in every if one.facts.run == run and one.facts.id.step <= int(step)]
-    newest = max(theirs, key=lambda one: (one.facts.id.step, one.facts.created), default=None)
+    theirs = [one for one in every if one.facts.run == run]
+    before = [one for one in theirs if one.facts.id.step <= int(step)]
+    after = [one for one in theirs if one.facts.id.step > int(step)]
+    newest = max(before, key=_by_step, default=None)
+    if after:
+        # The parent run goes on, and its retention may have been quicker than this checkpoint.
+        removed = _removed_before(backend, min(after, key=_by_step), int(step))
+        newest = max(filter(None, (newest, removed)), key=_by_step, default=None)
     return None if newest is None else newest.record
+
+
+def _removed_before(backend: Backend, later: Saved, step: int) -> Saved | None:
+    """What a version comes from, up to a step of the same run."""
+    record, run = later.record, later.facts.run
+    while record.parent is not None:
+        try:
+            record = backend.by_id(record.parent, record.parent_name or "")
+        except ModelNotFound:
+            return None
+        facts = Facts.of(record)
+        if facts is None or facts.run != run:
+            return None
+        if facts.id.step <= step:
+            return Saved(record, facts)
+    return None
+
+
+def _by_step(one: Saved) -> tuple[int, float]:
+    return one.facts.id.step, one.facts.created
 
 
 def _newest(known: Sequence[Saved], attempt: str, step: int) -> Saved | None:

@@ -113,7 +113,9 @@ class VersionTier:
         ):
             return last
         parent = parent_of(backend, self.origin, record.id, record.lineage)
-        return None if parent is None else self._remember(backend, parent.reference)
+        if parent is None or parent.removed is not None:
+            return None
+        return self._remember(backend, parent.reference)
 
     def _remember(self, backend: Backend, reference: Reference) -> Version | None:
         try:
