@@ -12,7 +12,8 @@ from sapwood import trace
 from sapwood.cli.folders import read_run
 from sapwood.clone.address import Address
 from sapwood.data import convert
-from sapwood.errors import CloneError, SapwoodError, TraceError
+from sapwood.errors import CloneError, ConfigError, SapwoodError, StoreError, TraceError
+from sapwood.store.exchange import read_model
 from sapwood.trace.read import read_trace
 from tests.data import sources
 from tests.odd import ODD, SAID, Odd, no_waiting
@@ -67,3 +68,24 @@ def test_data_to_convert(odd: Odd, tmp_path: Path) -> None:
         with pytest.raises(SapwoodError, match=rf"{name}.*{SAID}"):
             convert(tmp_path / name.partition("/")[0], tmp_path / "b.mdb")
     assert not list(tmp_path.glob("*.mdb"))
+
+
+@ODD
+@pytest.mark.parametrize("name", ["m.pt", "m.bin", "m.safetensors", "whole/m.safetensors"])
+def test_a_model_for_the_store(odd: Odd, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    odd(tmp_path / name)
+    with pytest.raises(StoreError, match=SAID):
+        read_model(tmp_path / name.partition("/")[0])
+
+
+@ODD
+def test_settings(odd: Odd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAPWOOD_CONFIG", raising=False)
+    model = torch.nn.Linear(2, 2)
+    odd(Path("sapwood.toml"))  # tests run in their own folder
+    with pytest.raises(ConfigError, match=r"sapwood\.toml is not a file"):
+        sapwood.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    monkeypatch.setenv("SAPWOOD_CONFIG", "sapwood.toml")
+    with pytest.raises(ConfigError, match=r"names sapwood\.toml, which is not a file"):
+        sapwood.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)

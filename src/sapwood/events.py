@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "BackwardBegan",
     "BuffersUpdated",
     "EventBus",
     "Fence",
@@ -194,6 +195,16 @@ class StepBegan:
 
     What the training loop does after ``run.step()`` is done. It comes with the first gradient, or
     with ``run.step()``, if no forward pass of the run's model comes before.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardBegan:
+    """The first gradient of a step is there, and none of its updates has been made yet.
+
+    It comes however the model was called: by its own forward, or part by part.
     """
 
     step: int

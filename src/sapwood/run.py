@@ -25,7 +25,7 @@ from sapwood.clone.forked import Fork, join_fork
 from sapwood.clone.order import ForkedFrom
 from sapwood.clone.report import ForkReport
 from sapwood.clone.settings import CloneSettings
-from sapwood.errors import UsageError
+from sapwood.errors import ConfigError, UsageError
 from sapwood.events import EventBus, StateReplaced, StepEnded
 from sapwood.runtime import faults
 from sapwood.runtime.ending import AtExit
@@ -56,6 +56,7 @@ from sapwood.sync import (
     Views,
     check_kinds,
     check_model,
+    check_scaler,
     check_schedulers,
     choose_averager,
     choose_mode,
@@ -85,6 +86,12 @@ class RunSettings(StopSettings):
     """The folder that holds the run's own folder."""
     trace: bool = False
     """Write spans and counters of every rank to ``<run>/trace``."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        StopSettings.__post_init__(self)
+        if not str(self.folder):  # it would be the current one, where nobody looks for runs
+            raise ConfigError("folder is '', expected a folder for runs; '.' is the current one")
 
 
 SETTINGS: dict[str, type] = {
@@ -171,6 +178,7 @@ class Run:
         try:
             # In the group, so that the other ranks hear of a refusal and need not wait for it.
             check_kinds(model, optimizer)
+            check_scaler(scaler)
             self.schedulers += check_schedulers(schedulers, optimizer)
             context = self._start(model, scaler, id, places, sync)
             self._mode = context.mode

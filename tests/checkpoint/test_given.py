@@ -48,7 +48,14 @@ def test_wrong_arguments_are_refused_before_an_engine_starts(
 def test_wrong_places_and_runs(tmp_path: Path) -> None:
     training = Training(tmp_path)
     (tmp_path / "file").touch()
-    for place, told in ((3, "place is 3"), ("", "place is ''"), (tmp_path / "file", "no folder")):
+    for place, told in (
+        (3, "place is 3"),
+        ("", "place is ''"),
+        (tmp_path / "file", "no folder"),
+        (tmp_path / "file" / "below", "cannot be a folder"),
+        ("a\0b", "cannot be a folder"),
+        ("a" * 300, "cannot be a folder"),
+    ):
         with pytest.raises(ConfigError, match=told):
             sapwood.Checkpointer(training.run, place)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"is a Model, expected a sapwood\.Run"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import sapwood
+from sapwood.buffers import Arena
 from sapwood.checkpoint.engine.wire import MAX_BODY
 from sapwood.errors import CheckpointError
 from sapwood.state import extras as extras_module
@@ -257,6 +259,29 @@ def test_damage_to_it_is_noticed_and_an_older_one_restored(tmp_path: Path, damag
             c.restore(2)
     training.close()
     assert ExternalTier(place).shards()[0] == Stored(restored.id, 0)
+
+
+def test_a_mapping_that_cannot_be_made_is_a_failure_and_no_staging_memory_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mapped_anew(arena: Arena) -> Arena:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    box = Box(counted(MIB))
+    training = Training(tmp_path)
+    options = {"engine": "sync", "patience": 0.1, "drain_timeout": 20.0}
+    with sapwood.Checkpointer(
+        training.run, tmp_path / "ckpts", shared={"box": box}, **options
+    ) as c:
+        training.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(Arena, "mapped_anew", mapped_anew)
+            for _ in range(3):  # more than there are buffers
+                with pytest.raises(CheckpointError, match="Cannot allocate memory"):
+                    c.save()
+        assert c.save().durable
+        assert [f.step for f in c.stats.failures] == [1, 1, 1]
+    training.close()
 
 
 def test_no_memory_for_it_is_a_failure_that_is_told(tmp_path: Path) -> None:

@@ -189,7 +189,9 @@ class Odd(nn.Module):
         return found
 
 
-def train_oddly(folder: Path, mode: str, optimizer: str, shares: bool) -> list[Any]:
+def train_oddly(
+    folder: Path, mode: str, optimizer: str, shares: bool, engine: str = "layerwise"
+) -> list[Any]:
     torch.manual_seed(rank())
     model = Odd()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -198,9 +200,15 @@ def train_oddly(folder: Path, mode: str, optimizer: str, shares: bool) -> list[A
         "sgd": lambda: torch.optim.SGD(trained, lr=1e-2, momentum=0.9),
     }
     run = sapwood.Run(
-        model, made[optimizer](), folder=folder / "runs", broadcast_buffers=shares, **TINY
+        model,
+        made[optimizer](),
+        folder=folder / "runs",
+        broadcast_buffers=shares,
+        engine=engine,
+        **TINY,
     )
     with sapwood.Checkpointer(run, folder / "ckpts", every=1, mode=mode, engine="sync") as c:
+        c.save()  # before the first step
         for step in range(5):
             for part in range(2):
                 torch.manual_seed(100 * step + 10 * part + rank())
@@ -228,8 +236,9 @@ def train_oddly(folder: Path, mode: str, optimizer: str, shares: bool) -> list[A
 def test_a_sound_training_is_never_stopped(
     tmp_path: Path, mode: str, optimizer: str, shares: bool, world: int
 ) -> None:
-    found = ranks.spawn(train_oddly, world, tmp_path, mode, optimizer, shares, env=ENV)
-    assert found == [[True] * 5] * world
+    engine = "ddp" if mode == "backward" else "layerwise"
+    found = ranks.spawn(train_oddly, world, tmp_path, mode, optimizer, shares, engine, env=ENV)
+    assert found == [[True] * 6] * world
 
 
 def train_alone(folder: Path) -> list[Any]:

@@ -60,3 +60,27 @@ def test_a_tier_that_takes_nothing_for_longer_than_drain_timeout_is_a_failure(
     training.close()
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert sum("earlier checkpoints have not been written" in text for text in said) == 5
+
+
+def test_memory_that_becomes_free_while_a_step_is_given_up_is_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(tmp_path)
+    options = {"engine": "sync", "mode": "lazy", "every": 2, "patience": 0.01}
+    with sapwood.Checkpointer(training.run, tmp_path / "ckpts", **options) as c:
+        training.steps(2)
+        c.wait()
+        taken = []
+        while (staging := c._saver._pool.take()) is not None:
+            taken.append(staging.number)
+
+        def absent(step: int, round: int) -> None:  # the engine's thread comes in that moment
+            while taken:
+                c._saver.freed(taken.pop())
+
+        monkeypatch.setattr(c._saver, "_absent", absent)
+        training.steps(6)
+        c.wait()
+        assert (c.stats.skipped, c.stats.failures) == ([4], [])
+        assert [s.id.step for s in c.stats.saves] == [2, 6]
+    training.close()

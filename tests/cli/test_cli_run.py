@@ -239,6 +239,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (("missing.py",), "there is no script 'missing.py' here"),
         (("",), "there is no script '' here"),
         ((".",), ". is a folder without __main__.py"),
+        (("pipe",), "pipe is neither a file nor a folder"),
+        (("/dev/null",), "/dev/null is neither a file nor a folder"),
         (("-m", "missing_module"), "there is no module 'missing_module' in this folder"),
         (("-n", "0", "x.py"), "a run needs at least one rank"),
         (("-n", "1000000", "x.py"), "-n is 1000000, expected at most "),
@@ -253,6 +255,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes_are_one_line_and_exit_code_one(tmp_path, arguments, message, alone, capsys):
     script(tmp_path, "raise SystemExit('started')", "x.py")
+    os.mkfifo(tmp_path / "pipe")
     assert main(["run", *arguments]) == 1
     error = capsys.readouterr().err
     assert message in error

@@ -1,6 +1,7 @@
 """``sapwood store``: every verb, and what is said of wrong input."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,3 +174,50 @@ def test_the_place_can_be_named(
     assert "a@1" in sapwood("ls", "--at", "elsewhere")[1]
     monkeypatch.setenv("SAPWOOD_STORE", str(tmp_path / "elsewhere"))
     assert "a@1" in sapwood("ls")[1]
+
+
+def test_versions_are_found(sapwood: Sapwood, model: nn.Module) -> None:
+    sapwood("put", "a.pt", "nt3/x@1", "--metric", "acc=0.5", "--tag", "best")
+    sapwood("put", "a.pt", "nt3/x@2", "--metric", "acc=0.75")
+    sapwood("put", "a.pt", "other@1")
+    code, text, _ = sapwood("find", "acc > 0.4 and not tag = best")
+    assert code == 0
+    assert "nt3/x@2" in text
+    assert "nt3/x@1" not in text
+    found = json.loads(sapwood("find", "has acc", "--by", "acc", "--json")[1])
+    assert [one["version"] for one in found] == ["2", "1"]
+    assert sapwood("find", "acc > 1")[0] == 1
+    code, _, text = sapwood("find", "ac > 1")
+    assert code == 1
+    assert "did you mean 'acc'" in text
+
+
+def test_a_folder_goes_out_as_it_came(sapwood: Sapwood, model: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    weights = tmp_path / "hf/model.safetensors"
+    safetensors.torch.save_file(model.state_dict(), weights, {"format": "pt"})
+    (tmp_path / "hf/config.json").write_text("{}")
+    (tmp_path / "hf/huge.gguf").write_text("weights in another form")
+    assert "7 tensors and 1 files" in sapwood("put", "hf", "hf@1", "--without", "*.gguf")[1]
+    assert "files: config.json" in sapwood("show", "hf")[1]
+    assert json.loads(sapwood("show", "hf", "--json")[1])["files"] == {"config.json": 2}
+    assert sapwood("get", "hf", "out")[0] == 0
+    assert (tmp_path / "out/model.safetensors").read_bytes() == weights.read_bytes()
+    assert (tmp_path / "out/config.json").read_text() == "{}"
+    assert sapwood("get", "hf", "split", "--shard-size", "80B")[0] == 0
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) > 1
+    assert "is no size" in sapwood("get", "hf", "x", "--shard-size", "much")[2]
+
+
+def test_serving_says_what_is_missing(
+    sapwood: Sapwood, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("starlette", reason="pip install 'sapwood[web]'")
+    sapwood("put", "a.pt", "a@1")
+    assert "expected host:port" in sapwood("hub", "--listen", "here")[2]
+    assert "cannot read the token" in sapwood("hub", "--token-file", "nothing")[2]
+    for loaded in [name for name in sys.modules if name.startswith("sapwood.integrations.hub")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "pip install 'sapwood[web]'" in sapwood("hub")[2]

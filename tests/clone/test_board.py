@@ -123,6 +123,16 @@ def test_nonsense_is_an_answer_and_not_the_end(listener: ForkListener, here: Boa
     board.close()
 
 
+def test_a_manifest_is_as_long_as_it_needs_to_be(board: BoardAccess, here: Board) -> None:
+    """7 MiB are some ten thousand tensors; the first answer must not be the last."""
+    text = "\u00e9 tensor" * 2**20
+    session = Session(board, "large", timeout=20.0)
+    session.say("manifest", text)
+    for _ in range(2):
+        assert session.hear("manifest", "waiting", 20.0) == text
+    assert here.nbytes > 8 * 2**20
+
+
 def test_torch_takes_it_for_a_store(board: BoardAccess) -> None:
     inner = BoardStore(board, "fork/x/", timeout=0.2)
     store = PrefixStore("inside", inner)

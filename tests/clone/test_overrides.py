@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 
-from sapwood.clone.kinds import check_kinds, group_members, name_of, name_of_scheduler
+from sapwood.clone.kinds import check_kinds
 from sapwood.clone.overrides import apply_overrides, check_overrides
 from sapwood.errors import CloneError, ConfigError
 from sapwood.state.contents import collect
+from sapwood.state.kinds import group_members, name_of, name_of_scheduler
 
 
 def made(name: str, **options: Any) -> torch.optim.Optimizer:
@@ -178,7 +179,10 @@ def test_the_command_line_can_check_without_torch() -> None:
 def manifest_of(optimizer: torch.optim.Optimizer, model: nn.Module, schedulers: Any = ()) -> Any:
     contents = collect(model, optimizer, lambda name: (0,))
     place = {entry.key: n for n, entry in enumerate(contents.catalog.entries)}
-    groups = [[place["model", n] for n in names] for names in group_members(model, optimizer)]
+    groups = [
+        [place["model", n] for n in names]
+        for names in group_members(contents.parameters, optimizer)
+    ]
     return SimpleNamespace(
         optimizer=name_of(type(optimizer)),
         groups=groups,

@@ -20,21 +20,24 @@ from sapwood.clone.plan import (
 from sapwood.state.catalog import Catalog, Entry
 
 
-def entry(name: str, size: int, file: str = "model") -> Entry:
-    return Entry(file=file, name=name, dtype="F32", shape=(size,), holders=(0,))
+def entry(name: str, size: int, holders: tuple[int, ...] = (0,)) -> Entry:
+    return Entry(file="model", name=name, dtype="F32", shape=(size,), holders=holders)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Catalog, list[list[tuple[str, str]]], int, int]:
     sizes = st.one_of(st.integers(0, 300), st.integers(1, 400_000))
-    entries = [entry(f"t{n}", size) for n, size in enumerate(draw(st.lists(sizes, max_size=20)))]
+    donors = draw(st.integers(1, 5))
+    held = st.sampled_from([tuple(range(donors)), (0,), (donors - 1,)])
+    wanted = draw(st.lists(st.tuples(sizes, held), max_size=20))
+    entries = [entry(f"t{n}", size, holders) for n, (size, holders) in enumerate(wanted)]
     catalog = Catalog(tuple(entries))
     buckets: list[list[tuple[str, str]]] = []
     for one in entries:
         if not buckets or draw(st.booleans()):
             buckets.append([])
         buckets[-1].append(one.key)
-    return catalog, buckets, draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    return catalog, buckets, donors, draw(st.integers(1, 5))
 
 
 @given(cases())
@@ -44,7 +47,7 @@ def test_every_byte_is_sent_once(case: tuple) -> None:
     covered: dict[tuple[str, str], list[tuple[int, int]]] = {k: [] for k in catalog.by_key}
     for number, message in enumerate(plan.messages):
         assert message.tag == number
-        assert 0 <= message.donor < donors
+        assert all(message.donor in catalog.by_key[part.key].holders for part in message.parts)
         assert 0 <= message.clone < clones
         assert 0 < message.nbytes <= max(MESSAGE, PACKED + LARGE_PART)
         for part in message.parts:
@@ -94,7 +97,9 @@ def test_both_sides_make_the_same_plan(case: tuple) -> None:
 
 
 def test_as_many_clones_as_donors_are_served_one_to_one() -> None:
-    catalog = Catalog((entry("large", 4_000_000), *(entry(f"s{n}", 50) for n in range(40))))
+    all_ = (0, 1, 2)
+    small = (entry(f"s{n}", 50, all_) for n in range(40))
+    catalog = Catalog((entry("large", 4_000_000, all_), *small))
     plan = plan_messages(catalog, [[e.key for e in catalog.entries]], 3, 3)
     assert all(m.donor == m.clone for m in plan.messages)
 

@@ -282,6 +282,38 @@ def test_a_fork_that_cannot_be_served_is_told_and_not_the_last(
     board.close()
 
 
+class Interrupted:
+    """A board whose machine does not answer at first."""
+
+    def __init__(self, board: Any, failures: int) -> None:
+        self._board, self.left = board, failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._board, name)
+
+    def wait_any(self, *asked: Any) -> str | None:
+        if self.left:
+            self.left -= 1
+            raise TimeoutError("nothing was said for 90 s")
+        found: str | None = self._board.wait_any(*asked)
+        return found
+
+
+def test_a_rank_0_that_was_stopped_for_a_while_does_not_end_all_later_forks(
+    run: sapwood.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(donor_module, "_AGAIN", 0.01)
+    open_board = donor_module.Donor._open_board
+    monkeypatch.setattr(
+        donor_module.Donor,
+        "_open_board",
+        lambda donor, host: Interrupted(open_board(donor, host), 3),
+    )
+    run.allow_clones()
+    ask_for_a_fork(Address.read(run.folder))
+    until(lambda: run.forks, "the fork to be served")
+
+
 def test_a_folder_that_cannot_be_written_is_said_and_leaves_no_listener(
     run: sapwood.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -293,3 +293,22 @@ def test_references_are_compared_as_they_are(catalog: Catalog) -> None:
     add(catalog, "A@1")
     with pytest.raises(ModelNotFound):
         catalog.find(Reference("a", "1"))
+
+
+def test_which_blobs_are_equal_is_known_once_they_are_hashed(catalog: Catalog) -> None:
+    add(catalog, "a@1", new=2)
+    add(catalog, "b@1", new=1)
+    first, second, third = (place.blob for place in catalog.unhashed())
+    assert catalog.canonical([first, second, third, -1, 999]) == {
+        first: None,
+        second: None,
+        third: None,
+    }
+    catalog.hashed([(first, b"same", b""), (second, b"other", b""), (third, b"same", b"")])
+    assert catalog.canonical([third, second, first]) == {
+        first: first,
+        second: second,
+        third: first,
+    }
+    catalog.remove(parse("a@1"))  # what stands for others stays while they do
+    assert catalog.canonical([first, second, third]) == {first: first, third: first}

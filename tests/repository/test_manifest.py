@@ -1,5 +1,7 @@
 """Manifests as bytes: what comes back, and what damage does."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -75,3 +77,35 @@ def test_bytes_with_a_right_checksum_are_still_looked_at(content: bytes) -> None
     except Damaged:
         return
     assert all(0 <= number < len(found.dtypes) for _, number in found.names)
+
+
+FILES = Manifest(
+    dtypes=("float32", "uint8"),
+    shapes=((3,), (7,)),
+    blobs=(1, 2),
+    names=(("a", 0),),
+    structure={"a": 1},
+    files=(("config.json", 1),),
+)
+
+
+def test_files_come_back() -> None:
+    assert Manifest.decode(FILES.encode()) == FILES
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        (("../config.json", 1),),
+        (("config.json", 0),),
+        (("config.json", 2),),
+        (("config.json", -1),),
+        (("config.json", "1"),),
+    ],
+)
+def test_files_that_are_none_are_refused(files: tuple[tuple[str, int], ...]) -> None:
+    with pytest.raises(Damaged):
+        Manifest.decode(replace(FILES, files=files).encode())
+    wide = replace(FILES, dtypes=("float32", "int16"))
+    with pytest.raises(Damaged, match="no run of bytes"):
+        Manifest.decode(wide.encode())

@@ -49,6 +49,11 @@ def test_an_id_that_cannot_be_a_folder_is_refused(bad: str) -> None:
         RunFolder("runs", bad)
 
 
+def test_the_word_for_the_newest_run_is_no_id() -> None:
+    with pytest.raises(RunFolderError, match="cannot have the id 'latest'"):
+        RunFolder("runs", "latest")
+
+
 def test_the_folder_holds_what_was_told(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "deep" / "runs", "a")
     folder.create({"world": 2, "host": host_facts(), "parent": None})

@@ -46,6 +46,11 @@ def test_s3(check: Check, weed: seaweed.Server, place: str) -> None:
     check(in_bucket(weed, place))
 
 
+@BY_CHECK
+def test_mooncake(check: Check, moon_place: str) -> None:
+    check(functools.partial(open_keeper, moon_place))
+
+
 @pytest.mark.parametrize(
     "check",
     [suite.check_mapping, suite.check_sharing, suite.check_links],
@@ -71,6 +76,10 @@ def test_writers_race_in_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nbytes", [1000, PART + 1], ids=["one request", "an upload"])
 def test_writers_race_in_a_bucket(weed: seaweed.Server, place: str, nbytes: int) -> None:
     suite.check_racing_writers(in_bucket(weed, place), nbytes=nbytes, rounds=4)
+
+
+def test_writers_race_in_mooncake(moon_place: str) -> None:
+    suite.check_racing_writers(functools.partial(open_keeper, moon_place), nbytes=100_000)
 
 
 def test_a_writer_killed_in_a_folder(tmp_path: Path) -> None:

@@ -10,13 +10,20 @@ from torch import Tensor, nn
 from sapwood.errors import ConfigError, StoreError
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
+from tests.repository.providers.clusters import Cluster
 
 SAMPLE = torch.randn(2, 3, 8, 8)
 
 
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    with open_repository(tmp_path / "models") as repository:
+@pytest.fixture(params=["folder", "shared", "cluster"])
+def repo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Repository]:
+    if request.param == "cluster":
+        cluster = Cluster(2)
+        with cluster.repository() as repository:
+            yield repository
+        cluster.close()
+        return
+    with open_repository(tmp_path / "models", shared=request.param == "shared") as repository:
         yield repository
 
 

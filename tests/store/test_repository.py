@@ -23,12 +23,20 @@ from sapwood.errors import (
 )
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
+from tests.repository.providers.clusters import Cluster
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(params=["folder", "memory", "shared", "cluster"])
 def repo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Repository]:
+    if request.param == "cluster":
+        cluster = Cluster(3, replicas=2)
+        with cluster.repository() as repository:
+            yield repository
+        cluster.close()
+        return
     place = "memory:" if request.param == "memory" else tmp_path / "models"
-    with open_repository(place) as repository:
+    shared = request.param == "shared"
+    with open_repository(place, shared=shared) as repository:
         yield repository
 
 

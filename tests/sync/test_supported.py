@@ -159,6 +159,23 @@ def test_what_is_no_module_or_optimizer() -> None:
         sapwood.Run(model, scheduler)  # type: ignore[arg-type]
 
 
+def test_what_is_no_scheduler_or_scaler() -> None:
+    model = models.mlp()
+    with pytest.raises(ConfigError, match=r"schedulers is a int, expected a list"):
+        sapwood.Run(model, sgd(model), schedulers=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"scaler is a bool, expected a torch\.amp\.GradScaler"):
+        sapwood.Run(model, sgd(model), scaler=True)  # type: ignore[arg-type]
+
+
+def test_an_empty_folder_for_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.mlp()
+    with pytest.raises(ConfigError, match="folder is '', expected a folder"):
+        sapwood.Run(model, sgd(model), folder="")
+    monkeypatch.setenv("SAPWOOD_RUN_FOLDER", "")
+    with pytest.raises(ConfigError, match="folder is '', expected a folder"):
+        sapwood.Run(model, sgd(model))
+
+
 def wrapped() -> dict[str, str]:
     """What is said of each kind, in one group of ranks."""
     import torch.distributed as dist

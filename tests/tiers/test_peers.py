@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -402,6 +404,23 @@ def test_a_stopped_server_costs_its_clients_a_timeout(tmp_path: Path) -> None:
             peer.close()
     finally:
         process.close()
+
+
+def test_a_file_that_became_shorter_is_not_filled_up_with_an_error_message(
+    server: PeerServer, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it is cut off between the look at its size and the sending of its bytes."""
+    send(peer, BLOB, bytes(1000))
+    open_part = BlobFolder.open_part
+
+    def cut_off(folder: BlobFolder, *asked: Any) -> Any:
+        found = open_part(folder, *asked)
+        os.truncate(folder.path(BLOB, "bin"), 990)
+        return found
+
+    monkeypatch.setattr(BlobFolder, "open_part", cut_off)
+    with pytest.raises(TierError, match="cannot be reached"):
+        fetch(peer, BLOB, 0, 1000)
 
 
 def test_closing_ends_connections_that_are_in_use(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from sapwood.buffers.arena import Arena
 from sapwood.buffers.copying import copy_many
 from sapwood.buffers.extent import Extent
 from sapwood.buffers.faults import FaultCount
+from sapwood.buffers.handover import Handover, HandoverPool, HandoverStats
 from sapwood.buffers.pack import Pack
 from sapwood.buffers.segments import SegmentPool
 from sapwood.buffers.stats import PoolStats
@@ -13,6 +14,9 @@ __all__ = [
     "Arena",
     "Extent",
     "FaultCount",
+    "Handover",
+    "HandoverPool",
+    "HandoverStats",
     "Pack",
     "PoolStats",
     "SegmentPool",

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sapwood.buffers.pack import Pack
 from sapwood.errors import UsageError
 
-__all__ = ["Source", "copy_many"]
+__all__ = ["Source", "copy_many", "copy_ranges"]
 
 Source = tuple[int, int]
 """The address of bytes that lie in a row, and how many: ``(t.data_ptr(), t.nbytes)``."""
@@ -63,6 +63,20 @@ def copy_many(pack: Pack, sources: Sequence[Source]) -> None:
             _copy(base, offsets, addresses[first:stop], sizes[first:stop])
         del view
         first = stop
+
+
+def copy_ranges(ranges: Sequence[tuple[int, int, int]]) -> None:
+    """Copy bytes: target's address, source's, and size of each; the caller keeps both alive."""
+    for target, source, nbytes in ranges:
+        if nbytes < _VECTOR or (target | source) % _WORD:
+            _memcpy(target, source, nbytes)
+            continue
+        count = nbytes - nbytes % _WORD
+        np.positive(
+            _words(source, source + count, _READ), out=_words(target, target + count, _WRITE)
+        )
+        if rest := nbytes - count:
+            _memcpy(target + count, source + count, rest)
 
 
 def _copy(

@@ -26,6 +26,7 @@ BLOCK_BYTES = 2**20
 MESSAGE_LIMIT = 64 * 2**10
 """A longer message is not one of ours, unless the receiver expects more."""
 _LENGTH = struct.Struct("!I")
+_SENDFILE = 16 * BLOCK_BYTES
 _VECTORS = 512
 """Buffers in one system call; the kernel takes up to 1024."""
 
@@ -96,7 +97,12 @@ class Connection:
 
     def allow_fds(self, count: int) -> None:
         """Take up to ``count`` descriptors with each message; before, the kernel drops them."""
-        self._fd_limit = count if self._sock.family == socket.AF_UNIX else 0
+        self._fd_limit = count if self.passes_fds else 0
+
+    @property
+    def passes_fds(self) -> bool:
+        """Whether descriptors can be passed: both ends are on one machine."""
+        return self._sock.family == socket.AF_UNIX
 
     def take_fds(self) -> list[int]:
         """The descriptors of the last message; they are the caller's to close."""
@@ -153,6 +159,59 @@ class Connection:
         self._allow(self._deadline())
         if nbytes and self._sock.sendfile(file, start, nbytes) != nbytes:
             raise ChannelError("a file became shorter while it was sent")
+
+    def send_range(self, fd: int, start: int, nbytes: int) -> None:
+        """Send a part of a file or of shared memory, by its descriptor, without copying it here."""
+        end = start + nbytes
+        if isinstance(self._sock, ssl.SSLSocket):  # it encrypts what it sends
+            while start < end:
+                data = os.pread(fd, min(BLOCK_BYTES, end - start), start)
+                if not data:
+                    raise ChannelError("a file became shorter while it was sent")
+                self.send_bytes(data)
+                start += len(data)
+            return
+        deadline = self._deadline()
+        while start < end:
+            self._allow(deadline)  # which makes the socket one that does not block
+            try:
+                sent = os.sendfile(self._sock.fileno(), fd, start, min(_SENDFILE, end - start))
+            except BlockingIOError:
+                self._wait_writable(deadline)
+                continue
+            if not sent:
+                raise ChannelError("a file became shorter while it was sent")
+            start, deadline = start + sent, self._deadline()
+
+    def _wait_writable(self, deadline: float) -> None:
+        waiting = select.poll()
+        waiting.register(self._sock, select.POLLOUT)
+        if not waiting.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+            raise TimeoutError("the other side is too slow")
+
+    def receive_scattered(self, parts: Sequence[Any]) -> None:
+        """Fill several buffers as if they were one."""
+        pending = [part for out in parts if (part := memoryview(out).cast("B"))]
+        if isinstance(self._sock, ssl.SSLSocket):  # it has no recvmsg
+            for part in pending:
+                self.receive_into(part)
+            return
+        pending.reverse()
+        deadline, received = self._deadline(), 0
+        while pending:
+            self._allow(deadline)
+            count, *_ = self._sock.recvmsg_into(pending[: -_VECTORS - 1 : -1])
+            if not count:
+                raise Ended("the other side ended the connection")
+            received += count
+            if received >= BLOCK_BYTES:
+                deadline, received = self._deadline(), 0
+            while count and pending:
+                first = pending.pop()
+                if count < len(first):
+                    pending.append(first[count:])
+                    break
+                count -= len(first)
 
     def receive_into(self, out: Any) -> None:
         """Fill a buffer with raw bytes."""

@@ -34,15 +34,18 @@ from sapwood.checkpoint.retention import Policy, last
 from sapwood.checkpoint.saver import Saver
 from sapwood.checkpoint.settings import CheckpointSettings, tier_specs
 from sapwood.checkpoint.together import on_all_ranks
+from sapwood.checkpoint.versions import as_versions, fork_of
 from sapwood.errors import CheckpointError, ConfigError
 from sapwood.events import RunStopping, StateReplaced, StateReplacing
 from sapwood.runtime.ending import AtExit
 from sapwood.runtime.handle import RunHandle, run_state, with_run_state
 from sapwood.runtime.settings import UNSET, resolve
 from sapwood.state.apply import Change, check, prepare
+from sapwood.state.catalog import Catalog
 from sapwood.state.contents import Contents, collect
 from sapwood.state.extras import Extras, Stateful, things_by_name
 from sapwood.state.giving import Giving
+from sapwood.state.kinds import Kinds
 from sapwood.tiers.base import Tier
 from sapwood.tiers.make import make_tiers
 from sapwood.tiers.record import CheckpointId
@@ -67,7 +70,8 @@ class Checkpointer:
         place: a folder, or ``s3://bucket/prefix``.
         tiers: where checkpoints go, cheapest first, such as ``("memory", "local:/scratch",
             "partner", "parity:4+2", "external")``; by default memory and ``place``. With "auto" a
-            short test looks for a fast disk of the node.
+            short test looks for a fast disk of the node. ``"store://models/"`` makes each one a
+            version in a model repository.
         shared: what else to save, by name: anything with ``state_dict`` and ``load_state_dict``
             that is the same on every rank. Schedulers of the run are saved anyway.
         own: the same for what differs from rank to rank, such as a reader's position in the data.
@@ -113,7 +117,7 @@ class Checkpointer:
         self._nodes = find_nodes(run.group)
         if isinstance(tiers, str):
             tiers = self._choose(tiers, place)
-        self.specs = tier_specs(place, tiers)
+        self.specs = as_versions(tier_specs(place, tiers), run, self._nodes)
         self._nodes = find_peers(run.group, self._nodes, self.specs)
         # Also whether replicas are compared: a rank that did not would keep the others waiting.
         mine = f"{secrets.token_hex(6)} {self.settings.check_replicas}"
@@ -235,6 +239,7 @@ class Checkpointer:
         """
         self._check_open()
         self._run.check_between_steps("save()")
+        self._run.wait_ready()  # a fork may still be getting its parent's state
         self._metrics.update(metrics_given(metrics))
         report = self._saver.save(self._run.step_count)
         self._saver.say_what_came_late(report)
@@ -282,6 +287,7 @@ class Checkpointer:
         self._check_open()
         run = self._run
         run.check_between_steps("restore()")
+        run.wait_ready()  # else a fork's state might come over the one that is restored
         # Found once, when it is needed: a model is long to walk.
         contents = cache(lambda: collect(run.model, run.optimizer, lambda name: (0,)))
         with run.trace.span("ckpt_restore"):
@@ -293,8 +299,8 @@ class Checkpointer:
                     wanted=wanted,
                     own=self._attempt,
                     files=() if optimizer else ("model",),
-                    accept=lambda catalog, common: check(
-                        contents(), run.optimizer, catalog, common, with_optimizer=optimizer
+                    accept=lambda catalog, common: self._check(
+                        contents(), catalog, common, optimizer
                     ),
                 )
             finally:
@@ -304,6 +310,16 @@ class Checkpointer:
                 return None
             self._become(loaded, contents(), optimizer)
         return loaded.about
+
+    def _check(
+        self, contents: Contents, catalog: Catalog, common: Mapping[str, Any], optimizer: bool
+    ) -> None:
+        """See that the run can take a state."""
+        check(contents, catalog)
+        self._kinds(contents).check(common, with_optimizer=optimizer)
+
+    def _kinds(self, contents: Contents) -> Kinds:
+        return Kinds(contents.parameters, self._run.optimizer, self._extras.shared)
 
     def _places_to_read(self) -> list[Tier]:
         """The tiers to restore from, when nothing is on its way there any more."""
@@ -324,11 +340,12 @@ class Checkpointer:
         """Give the run a state, and go on from there as a new attempt."""
         run, about, state = self._run, loaded.about, loaded.state
 
-        def ready() -> tuple[Change, Giving]:
+        def ready() -> tuple[Change, Giving, list[str]]:
+            notes = self._kinds(contents).check(state.common, with_optimizer=optimizer)
             change = prepare(contents, run.optimizer, state, with_optimizer=optimizer)
-            return change, self._extras.giving(state.common, state.mine, run_state(run))
+            return change, self._extras.giving(state.common, state.mine, run_state(run)), notes
 
-        change, giving = on_all_ranks(run.group, f"take the state of {about.id}", ready)
+        change, giving, differing = on_all_ranks(run.group, f"take the state of {about.id}", ready)
         # What is the user's may refuse its state, so it comes before the weights.
         beside = f"what was saved beside the tensors of {about.id}"
         try:
@@ -337,7 +354,7 @@ class Checkpointer:
             giving.take_back()
             raise
         change.apply()
-        for note in (*giving.notes, *about.skipped):
+        for note in (*differing, *giving.notes, *about.skipped):
             log.warning("while restoring %s: %s", about.id, note)
         if self._nodes.addresses and run.group.rank == self._nodes.ranks[0]:
             # Some node may have come back empty, and the next loss may be another one.
@@ -477,6 +494,6 @@ def _own_place(run: RunHandle, place: str | Path) -> str | Path:
     """A fork runs its parent's script, and must not take the parent's checkpoints for its own."""
     if run.forked_from is None:
         return place
-    own = f"{str(place).rstrip('/')}/forks/{run.id}"
+    own = fork_of(str(place).rstrip("/"), run.id)
     log.info("checkpoints of this fork go to %s", own)
     return own

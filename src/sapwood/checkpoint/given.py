@@ -7,6 +7,7 @@ and those after it.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,15 @@ def folder_of(place: str | Path) -> str | Path:
     """
     if not isinstance(place, (str, os.PathLike)) or not str(place):
         raise ConfigError(f"place is {place!r}, expected a folder or s3://bucket/prefix")
-    if not str(place).startswith("s3://") and Path(place).exists() and not Path(place).is_dir():
+    if str(place).startswith(("s3://", "store://")):
+        return place
+    try:
+        there = Path(place).stat()
+    except (FileNotFoundError, PermissionError):
+        return place
+    except (OSError, ValueError) as error:  # too long, below a file, or with a null byte
+        raise ConfigError(f"place is {str(place)!r}, which cannot be a folder: {error}") from error
+    if not stat.S_ISDIR(there.st_mode):
         raise ConfigError(f"place is {str(place)!r}, which is no folder; choose another name")
     return place
 

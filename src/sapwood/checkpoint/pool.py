@@ -10,7 +10,7 @@ from sapwood.checkpoint.engine import Engine
 from sapwood.checkpoint.staging import Staging
 from sapwood.checkpoint.witness import Parts
 from sapwood.runtime.handle import RunHandle
-from sapwood.state.contents import Contents, collect
+from sapwood.state.contents import Contents, collect, holders_among
 from sapwood.state.shards import ShardPlan, plan_shards
 
 __all__ = ["StagingPool"]
@@ -62,9 +62,10 @@ class StagingPool:
         if self._contents is not None and self._contents.current():
             return
         run = self._run
-        holders = (0,) if self._single else tuple(range(run.group.world))
+        ranks = (0,) if self._single else tuple(range(run.group.world))
+        holders = holders_among(ranks, run.model, shares_buffers=run.shares_buffers)
         with run.trace.span("ckpt_plan"):
-            contents = collect(run.model, run.optimizer, lambda name: holders)
+            contents = collect(run.model, run.optimizer, holders)
             plan = plan_shards(contents.catalog, run.group.world)
             # Before anything of the old plan goes: it may fail, and is then tried again.
             arenas = self._allocate(plan.shards[run.group.rank].nbytes)

@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 
 from sapwood.checkpoint.retention import Policy, Saved, any_of, last, to_drop
 from sapwood.errors import SapwoodError
-from sapwood.tiers.base import Stored, Tier, open_checked
+from sapwood.tiers.base import Pinning, Stored, Tier, open_checked
 from sapwood.tiers.identity import root_of
 from sapwood.tiers.leftovers import QUIET_SECONDS, Clearable, Stale
 from sapwood.tiers.metrics import metrics_of
@@ -154,7 +154,19 @@ class Pruner:
         # Of an attempt that got further before it was restored from an older step, nothing newer
         # than this is touched: it is not ours to judge.
         going = to_drop([s for s in saved if s.id.step <= id.step], policy, id.attempt)
-        return [one for one in going if one != self._compared]
+        kept = {self._compared} | (self._pinned() if going else set())
+        return [one for one in going if one not in kept]
+
+    def _pinned(self) -> set[CheckpointId]:
+        """What somebody wants kept, whatever the policy says."""
+        if not isinstance(self._tier, Pinning):
+            return set()
+        try:
+            return self._tier.pinned()
+        except SapwoodError as error:
+            # Nothing that might be pinned may go: the tier refuses to remove those that are.
+            log.warning("tier %s does not say what is to stay: %s", self._tier.name, error)
+            return set()
 
     def _let_go(self, id: CheckpointId) -> None:
         self._whole.discard(id)

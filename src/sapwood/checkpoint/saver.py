@@ -35,8 +35,8 @@ from sapwood.events import StepEnded, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
 from sapwood.runtime.worker import Worker
-from sapwood.state.apply import OPTIMIZER_CLASS
 from sapwood.state.extras import Extras
+from sapwood.state.kinds import Kinds
 from sapwood.state.optimizers import check_own_state
 from sapwood.state.packed import Packed
 from sapwood.state.shards import ShardPlan
@@ -87,7 +87,7 @@ class Saver:
         self._comparing = Worker("sapwood-replicas") if comparison is not None else self._worker
         self._rounds = (-1, 0)  # of which step, and how often it was come to
         self._act_at = 0
-        self._withheld_until = 0
+        self._withheld_until = -1  # before step 0, which can be saved as well
         self._capture: Capture | None = None
         self._capture_step = 0
         self._latest = -1
@@ -113,7 +113,7 @@ class Saver:
         self._agreement = Agreement(self._run.group, attempt.name)
         self._latest = -1
         self._failure, self._rounds = None, (-1, 0)
-        self._act_at = self._withheld_until = 0
+        self._act_at, self._withheld_until = 0, -1
         self._trusted = self._told_of_replicas = False
         self._disarm()
         self._turns.start()
@@ -336,10 +336,12 @@ class Saver:
         if capture is not None:
             self._finish(capture, step)
             return
-        self._stuck = start if self._stuck is None else self._stuck
+        # Read once: the engine's thread forgets it when memory becomes free, at any moment.
+        since = self._stuck
+        self._stuck = since = start if since is None else since
         self._absent(step, 0)
         self._stats.skipped.append(step)
-        waited = time.monotonic() - self._stuck
+        waited = time.monotonic() - since
         error = CheckpointError(
             f"step {step} is not saved: earlier checkpoints have not been written for "
             f"{waited:.3g} s; see the tiers' warnings, or save less often"
@@ -394,8 +396,10 @@ class Saver:
             self._not_saved(step, error, tiers)
             return
         # Beside the catalog, whose rows other versions read too, and only where there are some.
-        kind = type(self._run.optimizer).__name__
-        more: dict[str, Any] = {"metrics": plain_metrics(metrics), OPTIMIZER_CLASS: kind}
+        more: dict[str, Any] = {"metrics": plain_metrics(metrics)}
+        if common:
+            things = self._extras.shared
+            more |= Kinds(contents.parameters, self._run.optimizer, things).to_json()
         more |= {"tied": dict(contents.tied)} if contents.tied else {}
         capture.extras = lambda: _with(taken(), more)
         self._report = capture.report = SaveReport(

@@ -11,6 +11,7 @@ from typing import Literal
 from sapwood.errors import ConfigError
 from sapwood.runtime.durations import parse_seconds
 from sapwood.tiers.spec import TierSpec
+from sapwood.tiers.versions.facts import series_of
 
 __all__ = ["CheckpointSettings", "tier_specs"]
 
@@ -82,9 +83,14 @@ def tier_specs(place: str | Path, tiers: Sequence[str | TierSpec] | None) -> tup
     Folders become absolute here, once for all who use them.
     """
     text = str(place)
+    if text.startswith("store://"):
+        raise ConfigError(
+            f"the place is {text}, expected a folder or s3://bucket/prefix; name the repository "
+            f'among the tiers: tiers=("memory", {text!r})'
+        )
     home = TierSpec.parse(text) if text.startswith("s3://") else None
     chosen = tiers if tiers is not None else ("memory", "s3" if home else "external")
-    specs = [_placed(_spec(t, home), text, home).resolved() for t in chosen]
+    specs = [_in_series(_placed(_spec(t, home), text, home).resolved(), text) for t in chosen]
     names = [spec.kind for spec in specs]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -92,6 +98,14 @@ def tier_specs(place: str | Path, tiers: Sequence[str | TierSpec] | None) -> tup
     if not set(names) - {"memory"}:
         raise ConfigError("all tiers are memory, so no checkpoint would ever be durable")
     return tuple(specs)
+
+
+def _in_series(spec: TierSpec, place: str) -> TierSpec:
+    """A repository may hold the checkpoints of many trainings: their places tell them apart."""
+    if spec.kind != "store" or spec.series:
+        return spec
+    here = place if "://" in place else str(Path(place).resolve())
+    return replace(spec, series=series_of(spec.name, here))
 
 
 def _spec(given: str | TierSpec, home: TierSpec | None) -> TierSpec:

@@ -53,6 +53,11 @@ class Script:
                 f"{self.target} is a folder without __main__.py; give the path of a Python file, "
                 "or -m and the name of a module"
             )
+        if not path.is_dir() and not path.is_file():  # reading a FIFO would wait forever
+            raise LaunchError(
+                f"{self.target} is neither a file nor a folder; give the path of a Python file, "
+                "or -m and the name of a module"
+            )
 
     def tokens(self) -> tuple[str, ...]:
         """The words after which `parse` gives this script again."""

@@ -40,6 +40,8 @@ _REMEMBERED = 64
 """Names of forks that leave together; when there are more, those that have left are forgotten."""
 _CHUNK = 60.0
 """Seconds of one wait for the next announcement."""
+_AGAIN = 5.0
+"""Seconds until a rank 0 that did not answer is asked again."""
 
 
 class Donor:
@@ -160,7 +162,7 @@ class Donor:
 
     def _watch(self) -> None:
         """Serve what rank 0 announces."""
-        number = 1
+        number, answers = 1, True
         while not self._closed.is_set():
             try:
                 key = _announced(number)
@@ -168,10 +170,14 @@ class Donor:
                     continue
                 asked = json.loads(self._board.get(key) or b"null")
             except OSError as error:
-                if not self._closed.is_set():
-                    log.info("no more forks, rank 0 is gone: %s", error)
-                return
-            number += 1
+                # It may only have been stopped for a while: whoever gave up here would let every
+                # later fork fail. If it is gone, the training ends, and this with it.
+                if answers and not self._closed.is_set():
+                    log.info("forks wait until rank 0 answers again: %s", error)
+                answers = False
+                self._closed.wait(_AGAIN)
+                continue
+            number, answers = number + 1, True
             if asked is not None:  # else it was over before this rank heard of it
                 self._try_to_begin(key, asked)
 

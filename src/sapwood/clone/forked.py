@@ -27,7 +27,7 @@ from sapwood.clone.overrides import (
 from sapwood.clone.receiver import Receiver
 from sapwood.clone.settings import CloneSettings
 from sapwood.errors import CloneError, ConfigError, SapwoodError
-from sapwood.events import StepEnded, Subscription
+from sapwood.events import BackwardBegan, StepEnded, Subscription
 from sapwood.runtime.group import Group
 from sapwood.runtime.handle import RunHandle, run_state
 from sapwood.runtime.settings import resolve
@@ -103,6 +103,7 @@ class Fork:
         self._restored = False
         """Whether the script has asked for the state of its own things."""
         self._first_step: Subscription | None = None
+        self._first_gradient: Subscription | None = None
 
     def attach(self, run: RunHandle) -> None:
         """Wait until the parent's step has ended; the first forward pass may then begin.
@@ -122,6 +123,11 @@ class Fork:
             raise
         if self._receiver.streams and not _compiled(run.model):
             self._gate = Gate(run.model, self._receiver.arrival, self.finish, self._timeout)
+            # Without a forward of the whole model, the gate does not see the end of the first pass,
+            # and updates during backward would be made without the optimizer's state.
+            self._first_gradient = run.events.subscribe(
+                BackwardBegan, lambda _: self.finish(), name=OWNER
+            )
         else:
             # A compiled model must not wait in its middle, and a file is read at once.
             self.finish()
@@ -167,14 +173,20 @@ class Fork:
         if receiver is None or run is None:
             return
         self._receiver, self._done = None, receiver
-        if self._gate is not None:
-            self._gate.remove()
+        self._let_go()
         try:
             self._become(run, receiver.finish())
         except SapwoodError as error:
             self._failure = error  # whatever comes next must not train on half a state
             order_failed()
             raise
+
+    def _let_go(self) -> None:
+        """Nothing of the first forward pass has to wait any more."""
+        if self._gate is not None:
+            self._gate.remove()
+        if self._first_gradient is not None:
+            self._first_gradient.cancel()
 
     def _take_beside(self, run: RunHandle) -> None:
         """Take over what is no tensor, before a loop sets a rate, or a forward pass counts."""
@@ -280,8 +292,7 @@ class Fork:
     def abandon(self) -> None:
         """The run ends, perhaps before it has begun."""
         receiver, self._receiver = self._receiver, None
-        if self._gate is not None:
-            self._gate.remove()
+        self._let_go()
         if receiver is not None:
             receiver.abandon(CloneError("it ended before it began"))
         if self._done is not None:

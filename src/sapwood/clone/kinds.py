@@ -13,36 +13,14 @@ from torch import nn
 from sapwood.clone.manifest import Manifest
 from sapwood.errors import CloneError
 from sapwood.state.catalog import Catalog
+from sapwood.state.kinds import group_members, name_of, name_of_scheduler
 from sapwood.state.tensors import named_parameters
 
-__all__ = ["check_kinds", "group_members", "name_of", "name_of_scheduler"]
+__all__ = ["check_kinds"]
 
 log = logging.getLogger(__name__)
 _SHOWN = 5
 _MODULES = re.compile(r"[\w<>.]+\.")
-
-
-def name_of(kind: type) -> str:
-    """A class by the name it is known under."""
-    if kind.__module__.startswith("torch.optim.") and hasattr(torch.optim, kind.__name__):
-        return f"torch.optim.{kind.__name__}"
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def name_of_scheduler(scheduler: Any) -> str:
-    """A scheduler's class, with those of the schedulers inside it."""
-    inner = ", ".join(name_of_scheduler(one) for one in getattr(scheduler, "_schedulers", ()))
-    kind = name_of(type(scheduler))
-    return f"{kind}({inner})" if inner else kind
-
-
-def group_members(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names of the parameters in each of the optimizer's groups."""
-    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
-    return [
-        [names[id(p)] for p in group["params"] if id(p) in names]
-        for group in optimizer.param_groups
-    ]
 
 
 def check_kinds(
@@ -62,7 +40,7 @@ def check_kinds(
             f"the run trains with {manifest.optimizer}, this script has {here}; its state would "
             "mean something else there: make the same optimizer"
         )
-    _check_groups(manifest, group_members(model, optimizer))
+    _check_groups(manifest, group_members(named_parameters(model), optimizer))
     _check_schedulers(manifest.schedulers, [name_of_scheduler(one) for one in schedulers])
 
 

@@ -109,8 +109,8 @@ def plan_messages(
     ``buckets`` are in the order in which they are updated.
     """
     ways = dict[Key, list[tuple[int, int, Part]]]()
-    sources = _owners(catalog, donors)
-    targets = _owners(catalog, clones)
+    sources = _owned(catalog, donors)
+    targets = _owned(_held_by_all(catalog, clones), clones)
     for key in catalog.by_key:
         ways[key] = list(_overlaps(key, sources[key], targets[key]))
     messages: list[Message] = []
@@ -128,11 +128,15 @@ def plan_messages(
 Owned = tuple[int, int, int]
 
 
-def _owners(catalog: Catalog, world: int) -> Mapping[Key, list[Owned]]:
-    """Which rank has which bytes of each tensor, in order."""
-    everyone = Catalog.from_json([[*row[:4], list(range(world))] for row in catalog.to_json()])
+def _held_by_all(catalog: Catalog, world: int) -> Catalog:
+    """The same tensors on ranks that all hold each of them."""
+    return Catalog.from_json([[*row[:4], list(range(world))] for row in catalog.to_json()])
+
+
+def _owned(catalog: Catalog, world: int) -> Mapping[Key, list[Owned]]:
+    """Which of a tensor's holders is responsible for which of its bytes, in order."""
     found: dict[Key, list[Owned]] = {key: [] for key in catalog.by_key}
-    for shard in plan_shards(everyone, world).shards:
+    for shard in plan_shards(catalog, world).shards:
         for piece in shard.pieces:
             found[piece.key].append((piece.start, piece.stop, shard.rank))
     return {key: sorted(owned) for key, owned in found.items()}
@@ -187,7 +191,7 @@ def plan_direct(
     catalog: Catalog, buckets: Sequence[Sequence[Key]], donors: int, clones: int
 ) -> ClonePlan:
     """Each donor sends its share to every clone; its messages to all of them follow each other."""
-    sources = _owners(catalog, donors)
+    sources = _owned(catalog, donors)
     messages: list[Message] = []
     for bucket, keys in enumerate(buckets):
         for donor in range(donors):

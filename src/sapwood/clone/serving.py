@@ -32,7 +32,7 @@ from sapwood.errors import CloneError, SapwoodError
 from sapwood.events import Hold, Marker, StepBegan, Subscription, TensorUpdated
 from sapwood.runtime import faults
 from sapwood.runtime.handle import RunHandle
-from sapwood.state.contents import Contents, collect
+from sapwood.state.contents import Contents, collect, holders_among
 from sapwood.state.packed import Packed
 from sapwood.tiers.digest import DEFAULT_ALGORITHM
 from sapwood.transport.base import Ends, Link, Transfer
@@ -127,14 +127,17 @@ class Serving:
         if self._fire is None and self.departure.problem:
             raise CloneError(self.departure.problem)
         if self._contents is None:
-            run = self._run
-            holders = tuple(range(run.group.world))
-            self._contents = collect(run.model, run.optimizer, lambda name: holders)
+            self._contents = self._collected()
             self._looked.set()
         elif self._fire == step:
             self._end(step)
         elif self._armed and self._fire is None and not self.departure.far(step):
             self._find_step()
+
+    def _collected(self) -> Contents:
+        run, ranks = self._run, tuple(range(self._run.group.world))
+        holders = holders_among(ranks, run.model, shares_buffers=run.shares_buffers)
+        return collect(run.model, run.optimizer, holders)
 
     def _find_step(self) -> None:
         """Rank 0 says some steps ahead which one is sent: by then all have heard it.
@@ -217,8 +220,7 @@ class Serving:
         """
         if before.current():
             return
-        holders = tuple(range(self._run.group.world))
-        now = collect(self._run.model, self._run.optimizer, lambda name: holders)
+        now = self._collected()
         if before.catalog != now.catalog:
             raise CloneError(
                 "the run has other tensors, or of other shapes, than before the forked step, as "

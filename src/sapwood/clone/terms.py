@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sapwood.clone.kinds import group_members, name_of, name_of_scheduler
 from sapwood.clone.manifest import Manifest, versions
 from sapwood.clone.places import Places
 from sapwood.clone.plan import Key
 from sapwood.runtime.handle import RunHandle
 from sapwood.state.contents import Contents
+from sapwood.state.kinds import group_members, name_of, name_of_scheduler
 from sapwood.tiers.digest import DEFAULT_ALGORITHM
 from sapwood.transport.choose import resolve
 
@@ -24,7 +24,7 @@ def make_manifest(
     """What clones must know to receive this run; ``places`` are those of all, donors first."""
     place = {entry.key: n for n, entry in enumerate(contents.catalog.entries)}
     buckets = [tuple(place[key] for key in bucket) for bucket in _buckets(run, contents)]
-    groups = group_members(run.model, run.optimizer)
+    groups = group_members(contents.parameters, run.optimizer)
     approach = str(asked["approach"])
     transport = resolve(str(asked["transport"]), places.machines, places.devices)
     relay = approach in ("deepclone", "lazy") and transport not in ("memory", "nccl")

@@ -24,8 +24,10 @@ __all__ = [
     "BlobPart",
     "Kin",
     "Mappable",
+    "Merging",
     "ModelRecord",
     "NewModel",
+    "Reclaiming",
     "fresh",
 ]
 
@@ -155,7 +157,11 @@ class Backend(Protocol):
         ...
 
     def models(self, pattern: str = "*") -> Sequence[ModelRecord]:
-        """Every version of every model whose name fits, by name, oldest first."""
+        """Every version of every model whose name fits, by name, oldest first.
+
+        Names that begin with a dot (``names.HIDDEN``) are those of unfinished work: they fit only
+        patterns that begin with a dot, too.
+        """
         ...
 
     def by_id(self, id: int, name: str) -> ModelRecord:
@@ -233,4 +239,26 @@ class Mappable(Protocol):
 
         None where this cannot be done, as on a network file system.
         """
+        ...
+
+
+@runtime_checkable
+class Merging(Protocol):
+    """A back end that keeps equal tensors once, and can say which blobs are equal."""
+
+    def canonical(self, blobs: Sequence[int]) -> Mapping[int, int | None]:
+        """For each blob the one that stands for all that are equal to it; it never changes again.
+
+        None while nobody has compared its bytes with others yet. A blob that was removed is left
+        out.
+        """
+        ...
+
+
+@runtime_checkable
+class Reclaiming(Protocol):
+    """A back end that can give back room at once, without a look at everything it keeps."""
+
+    def reclaim(self) -> int:
+        """Give back the room of what was removed; how many bytes. May run beside all else."""
         ...

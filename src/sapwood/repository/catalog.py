@@ -17,7 +17,15 @@ from sapwood.errors import Damaged, Gone, ModelExists, ModelNotFound
 from sapwood.repository.base import NOTHING, Kin, ModelRecord, NewModel
 from sapwood.repository.database import Database, one
 from sapwood.repository.manifest import Manifest
-from sapwood.repository.names import Reference, nearest, new_id, next_version
+from sapwood.repository.names import (
+    HIDDEN,
+    Reference,
+    is_hidden,
+    nearest,
+    new_id,
+    next_version,
+    time_of,
+)
 
 __all__ = ["Catalog", "NewPack", "PackRow", "Place"]
 
@@ -90,10 +98,17 @@ class Catalog:
             return one(db, query, (name, version)) is not None
 
     def models(self, pattern: str = "*") -> list[ModelRecord]:
-        """Every version of every model whose name fits, by name, oldest version first."""
-        query = "SELECT * FROM model WHERE removed IS NULL AND name GLOB ? ORDER BY name, id"
+        """Every version of every model whose name fits, by name, oldest version first.
+
+        Hidden ones only fit a pattern that is hidden, too.
+        """
+        query = (
+            "SELECT * FROM model WHERE removed IS NULL AND name GLOB ? "
+            "AND (name GLOB ?) = ? ORDER BY name, id"
+        )
+        values = (pattern, f"{HIDDEN}*", is_hidden(pattern))
         with self._database.reading() as db:
-            return [self._record(db, row) for row in _rows(db).execute(query, (pattern,))]
+            return [self._record(db, row) for row in _rows(db).execute(query, values)]
 
     def by_id(self, id: int, name: str) -> ModelRecord:
         """A version of a model, also one that was removed.
@@ -134,6 +149,17 @@ class Catalog:
         if missing:
             raise Gone(f"blob {missing[0]} was removed")
         return found
+
+    def canonical(self, blobs: Iterable[int]) -> dict[int, int | None]:
+        """For each blob the one that stands for all equal ones; None where nobody hashed it yet."""
+        wanted = json.dumps(sorted({blob for blob in blobs if blob != NOTHING}))
+        # A blob is merged when it is hashed, and only then: from that moment this is settled.
+        query = (
+            "SELECT id, CASE WHEN digest IS NULL THEN NULL ELSE COALESCE(same_as, id) END "
+            "FROM blob WHERE id IN (SELECT value FROM json_each(?))"
+        )
+        with self._database.reading() as db:
+            return dict(db.execute(query, (wanted,)).fetchall())
 
     # -- architectures -----------------------------------------------------------------------
 
@@ -191,9 +217,14 @@ class Catalog:
             Gone: something it was to share with others was removed.
         """
         with self._database.writing(synced=synced) as db:
-            new = self._add_pack(db, pack) if pack is not None else []
-            blobs = tuple(b if b >= NOTHING else new[-2 - b] for b in model.manifest.blobs)
-            self._refer(db, blobs, +1)
+            blobs = model.manifest.blobs
+            shared = blobs
+            if pack is not None:
+                counts = Counter(-2 - blob for blob in blobs if blob < NOTHING)
+                first = self._add_pack(db, pack, counts)
+                shared = tuple(blob for blob in blobs if blob >= NOTHING)
+                blobs = tuple(b if b >= NOTHING else first - 2 - b for b in blobs)
+            self._refer(db, shared, +1)
             return self._add(db, model.with_blobs(blobs))
 
     def tag(self, reference: Reference, tag: str) -> ModelRecord:
@@ -347,14 +378,33 @@ class Catalog:
             )
             return record
 
+    def layers(self, id: int) -> dict[bytes, int]:
+        """Bytes of each layer of a version, by the layer's id."""
+        with self._database.reading() as db:
+            return dict(db.execute("SELECT id, nbytes FROM layer WHERE model = ?", (id,)))
+
+    def forget(self, id: int) -> None:
+        """Take away a version that another catalog has, and that it was there."""
+        with self._database.writing() as db:
+            query = "SELECT manifest FROM model WHERE id = ? AND removed IS NULL"
+            row = one(db, query, (id,))
+            if row is None:
+                return
+            self._refer(db, Manifest.decode(row[0]).blobs, -1)
+            for table in ("tag", "layer", "metric"):
+                db.execute(f"DELETE FROM {table} WHERE model = ?", (id,))  # noqa: S608
+            db.execute("DELETE FROM model WHERE id = ?", (id,))
+
     # -- inside a transaction ----------------------------------------------------------------
 
     def _add(self, db: sqlite3.Connection, model: NewModel) -> ModelRecord:
         """Insert a version whose blobs are there and counted."""
         version = self._free_version(db, model)
-        id = model.id
+        id, created = model.id, time.time()
         if id is None:
             id = new_id(one(db, "SELECT coalesce(max(id), 0) FROM model")[0])
+        else:
+            created = time_of(id)  # the same in every catalog that has it, now or later
         db.execute(
             "INSERT INTO model (id, name, version, created, parent, parent_name, nbytes, tensors,"
             " manifest, note) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -362,7 +412,7 @@ class Catalog:
                 id,
                 model.name,
                 version,
-                time.time(),
+                created,
                 model.parent,
                 model.parent_name,
                 model.manifest.nbytes,
@@ -412,7 +462,7 @@ class Catalog:
             like = nearest(str(version), known)
             return ModelNotFound(f"{name} has no version or tag {version!r}{like}")
         every = "SELECT DISTINCT name FROM model WHERE removed IS NULL"
-        names = [row[0] for row in db.execute(every)]
+        names = [row[0] for row in db.execute(every) if not is_hidden(row[0])]
         return ModelNotFound(f"there is no model {name!r}{nearest(name, names)}")
 
     def _record(self, db: sqlite3.Connection, row: sqlite3.Row) -> ModelRecord:
@@ -459,17 +509,24 @@ class Catalog:
             raise ModelExists(f"{tag!r} is a version of {name} and cannot be a tag as well")
         db.execute("INSERT OR REPLACE INTO tag VALUES (?, ?, ?)", (name, tag, id))
 
-    def _add_pack(self, db: sqlite3.Connection, pack: NewPack) -> list[int]:
+    def _add_pack(self, db: sqlite3.Connection, pack: NewPack, refs: Mapping[int, int]) -> int:
+        """The number of the first of its blobs; the others follow. ``refs`` are by their places."""
         live = sum(nbytes for _, nbytes in pack.blobs)
         cursor = db.execute(
             "INSERT INTO pack (key, nbytes, live) VALUES (?, ?, ?)", (pack.key, pack.nbytes, live)
         )
         id = cursor.lastrowid
-        insert = "INSERT INTO blob (nbytes, pack, start, refs) VALUES (?, ?, ?, 0)"
-        return [
-            int(db.execute(insert, (nbytes, id, start)).lastrowid or 0)
-            for start, nbytes in pack.blobs
-        ]
+        # As SQLite would number them, which never gives a number twice.
+        last = one(db, "SELECT seq FROM sqlite_sequence WHERE name = 'blob'")
+        first = 1 + (0 if last is None else int(last[0]))
+        db.executemany(
+            "INSERT INTO blob (id, nbytes, pack, start, refs) VALUES (?, ?, ?, ?, ?)",
+            [
+                (first + at, nbytes, id, start, refs.get(at, 0))
+                for at, (start, nbytes) in enumerate(pack.blobs)
+            ],
+        )
+        return first
 
     def _refer(self, db: sqlite3.Connection, blobs: Iterable[int], by: int) -> None:
         """Count references up or down; what nothing refers to any more is forgotten."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from sapwood.errors import Damaged, StoreError
 from sapwood.repository.schema import SCHEMA, SCHEMA_VERSION
+from sapwood.runtime import faults
 
 __all__ = ["Database"]
 
@@ -62,7 +63,9 @@ class Database:
                 connection.execute("BEGIN IMMEDIATE")
                 try:
                     yield connection
+                    faults.point("catalog", op="commit")
                     connection.execute("COMMIT")
+                    faults.point("catalog", op="committed")
                 except BaseException:
                     with suppress(sqlite3.Error):
                         connection.execute("ROLLBACK")

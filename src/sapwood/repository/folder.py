@@ -9,7 +9,7 @@ from sapwood.repository.database import Database
 from sapwood.repository.local import LocalBackend
 from sapwood.storage.folder import FolderKeeper
 
-__all__ = ["CATALOG", "is_repository", "open_folder"]
+__all__ = ["CATALOG", "check_folder", "is_repository", "open_folder"]
 
 CATALOG = "catalog.db"
 
@@ -21,7 +21,7 @@ def open_folder(keeper: FolderKeeper, name: str, *, create: bool) -> LocalBacken
         ConfigError: there is none and none is to be made, or the folder holds something else.
         StoreError: it cannot be opened.
     """
-    _check(keeper.folder, create=create)
+    check_folder(keeper.folder, create=create)
     try:
         keeper.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -35,7 +35,12 @@ def is_repository(folder: Path) -> bool:
     return (folder / CATALOG).is_file()
 
 
-def _check(folder: Path, *, create: bool) -> None:
+def check_folder(folder: Path, *, create: bool) -> None:
+    """See that a repository is in a folder, or can be made there.
+
+    Raises:
+        ConfigError: there is none and none is to be made, or the folder holds something else.
+    """
     if is_repository(folder):
         return
     if not create:

@@ -17,14 +17,14 @@ from sapwood.repository.catalog import Catalog, NewPack, Place
 from sapwood.repository.database import Database
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.merging import Merger
-from sapwood.repository.names import Reference
+from sapwood.repository.names import Reference, is_hidden
 from sapwood.repository.packs import lay_out, new_key, pieces
-from sapwood.repository.sweeping import Swept, sweep
+from sapwood.repository.sweeping import Swept, reclaim, sweep
 from sapwood.repository.verifying import Verified, verify
 from sapwood.storage import Durability, Keeper, Wanted
 from sapwood.storage.base import Mappable
 
-__all__ = ["LocalBackend"]
+__all__ = ["LocalBackend", "equal_bytes"]
 
 _TRIES = 3
 _PROBE = 4096
@@ -33,7 +33,9 @@ _BLOCK = 2**20
 
 
 class LocalBackend:
-    """A folder, or memory. Fulfils ``Backend`` and ``Mappable``.
+    """A folder, or memory.
+
+    Fulfils ``Backend``, ``Mappable``, ``Merging`` and ``Reclaiming``.
 
     Owns its database, its keeper, and the thread that merges equal tensors.
     """
@@ -42,8 +44,8 @@ class LocalBackend:
         """Take over what an earlier process left to be hashed."""
         self.name = name
         self.keeper = keeper
+        self.database = database
         self.catalog = Catalog(database)
-        self._database = database
         self._merger = Merger(self.catalog, keeper)
 
     # -- saving ------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ class LocalBackend:
         model = model.with_blobs(tuple(place.get(b, b) for b in model.manifest.blobs))
         synced = durability >= Durability.SYNCED
         if not new:
-            return self.catalog.add(model, None, synced=synced)
+            return self.add(model, None, synced=synced)
         pack = NewPack(
             key=new_key(),
             nbytes=nbytes,
@@ -87,12 +89,23 @@ class LocalBackend:
         with self.keeper.begin(pack.key, nbytes, durability=durability) as draft:
             draft.write_parts(pieces(starts, [sources[i] for i in new]))
             draft.publish()
+        return self.add(model, pack, synced=synced)
+
+    def add(self, model: NewModel, pack: NewPack | None, *, synced: bool) -> ModelRecord:
+        """Make a version be there whose pack the keeper has; if that fails, the pack goes.
+
+        Raises:
+            ModelExists: it is there.
+            Gone: something it was to share with others was removed.
+        """
         try:
             record = self.catalog.add(model, pack, synced=synced)
         except BaseException:
-            self.keeper.remove([pack.key])
+            if pack is not None:
+                self.keeper.remove([pack.key])
             raise
-        self._merger.wake()
+        if pack is not None and not is_hidden(model.name):  # what goes soon is not worth hashing
+            self._merger.wake()
         return record
 
     def _same(self, sources: Sequence[memoryview], alike: Mapping[int, int]) -> dict[int, int]:
@@ -105,7 +118,7 @@ class LocalBackend:
             return {}
         if stored is None:
             stored = self._read_whole(alike.values())
-        return {i: blob for i, blob in alike.items() if _equal_bytes(sources[i], stored[blob])}
+        return {i: blob for i, blob in alike.items() if equal_bytes(sources[i], stored[blob])}
 
     def _read_whole(self, blobs: Iterable[int]) -> dict[int, memoryview]:
         places = self.catalog.places(blobs)
@@ -154,6 +167,10 @@ class LocalBackend:
                 raise Damaged(f"{self.name}: pack {place.pack} is truncated")
             found[blob] = packs[place.pack][place.start : end]
         return found
+
+    def canonical(self, blobs: Sequence[int]) -> Mapping[int, int | None]:
+        """As the catalog has them."""
+        return self.catalog.canonical(blobs)
 
     # -- names -------------------------------------------------------------------------------
 
@@ -206,6 +223,10 @@ class LocalBackend:
         self.flush()
         return sweep(self.catalog, self.keeper, quiet=quiet, said=said)
 
+    def reclaim(self) -> int:
+        """Remove packs nobody needs, and rewrite those that are mostly of no use."""
+        return reclaim(self.catalog, self.keeper)
+
     def verify(self, *, said: Callable[[str], None]) -> Verified:
         """Of the catalog and every pack."""
         return verify(self.catalog, self.keeper, said=said)
@@ -220,7 +241,7 @@ class LocalBackend:
         """End the merger, wherever it is: the next process goes on."""
         self._merger.close()
         self.keeper.close()
-        self._database.close()
+        self.database.close()
 
 
 def _wanted(place: Place, part: BlobPart) -> Wanted:
@@ -232,7 +253,7 @@ def _wanted(place: Place, part: BlobPart) -> Wanted:
     return Wanted(place.pack, place.start + part.start, part.out)
 
 
-def _equal_bytes(one: memoryview, other: memoryview) -> bool:
+def equal_bytes(one: memoryview, other: memoryview) -> bool:
     """By every byte; a block at a time, so that those that differ cost next to nothing."""
     if len(one) != len(other):
         return False

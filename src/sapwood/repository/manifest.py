@@ -11,27 +11,33 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.errors import Damaged
+from sapwood.errors import BadName, Damaged
+from sapwood.repository.names import check_file
 
-__all__ = ["DTYPES", "Manifest", "TensorRow"]
+__all__ = ["DTYPES", "Manifest", "TensorRow", "nbytes_of", "text_of"]
 
 _MAGIC = b"SWMANIF1"
+_WITH_FILES = b"SWMANIF2"
+"""Of a manifest with files: versions that do not know of them refuse it, and lose none."""
 _HEAD = struct.Struct("<8sIIIQQQ")  # magic, tensors, names, dimensions, name bytes, JSON, graph
 _LIMIT = 2**31
 DTYPES = (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
     "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
 )  # fmt: skip
 """torch's names; their places are the codes in manifests, so that new ones come at the end."""
-_ITEMSIZE = np.array([1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1], np.int64)
+_SIZES = (1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1, 1)
+_ITEMSIZE = dict(zip(DTYPES, _SIZES, strict=True))
+_CODE = {name: code for code, name in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +60,19 @@ class Manifest:
     shapes: tuple[tuple[int, ...], ...]
     blobs: tuple[int, ...]
     names: tuple[tuple[str, int], ...]
-    """Every name with the number of its tensor, in the order of the value that was saved."""
+    """Every name with the number of its tensor, in the order of the value that was saved.
+
+    A tensor without a name belongs to the version, and not to the value: whoever saved it knows it
+    by its number, and it is kept and removed with the rest.
+    """
     structure: Any
     graph: bytes = b""
     """The architecture graph, encoded; empty where there is none."""
+    files: tuple[tuple[str, int], ...] = ()
+    """Files kept beside the tensors, such as ``config.json``, with the number of the run of bytes
+    that holds each: a tensor of uint8 without a name."""
+    text: bytes = field(default=b"", compare=False, repr=False)
+    """``text_of(structure)``, where somebody has made it already."""
 
     @cached_property
     def by_name(self) -> dict[str, int]:
@@ -88,11 +103,13 @@ class Manifest:
         """As bytes, with a checksum of them behind."""
         names = "\0".join(name for name, _ in self.names).encode("utf-8", "surrogatepass")
         dims = [n for shape in self.shapes for n in shape]
-        text = json.dumps(self.structure, separators=(",", ":")).encode()
+        text = self.text or text_of(self.structure)
+        if self.files:
+            text = b"[%s,%s]" % (text, text_of(dict(self.files)))
         body = b"".join(
             (
                 _HEAD.pack(
-                    _MAGIC,
+                    _WITH_FILES if self.files else _MAGIC,
                     len(self.dtypes),
                     len(self.names),
                     len(dims),
@@ -103,7 +120,7 @@ class Manifest:
                 np.array(self.blobs, "<i8").tobytes(),
                 np.array(dims, "<i8").tobytes(),
                 np.array([number for _, number in self.names], "<u4").tobytes(),
-                np.array([DTYPES.index(d) for d in self.dtypes], "u1").tobytes(),
+                np.array([_CODE[d] for d in self.dtypes], "u1").tobytes(),
                 np.array([len(shape) for shape in self.shapes], "u1").tobytes(),
                 names,
                 text,
@@ -123,7 +140,7 @@ class Manifest:
         if len(data) < _HEAD.size + 4:
             raise Damaged(f"a manifest of {len(data)} bytes is truncated")
         magic, tensors, names, dims, name_bytes, text, graph = _HEAD.unpack_from(data)
-        if magic != _MAGIC:
+        if magic not in (_MAGIC, _WITH_FILES):
             raise Damaged("this is no manifest of a model, or one of a newer version of Sapwood")
         sizes = (8 * tensors, 8 * dims, 4 * names, tensors, tensors, name_bytes, text, graph)
         if _HEAD.size + sum(sizes) + 4 != len(data):
@@ -136,10 +153,18 @@ class Manifest:
             sections.append(data[at : at + size])
             at += size
         try:
-            return cls._of_sections(sections)
+            found = cls._of_sections(sections)
+            return found._with_files() if magic == _WITH_FILES else found
         except Damaged:
             raise
-        except (ValueError, RecursionError, OverflowError) as error:
+        except (
+            BadName,
+            ValueError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             raise Damaged(f"a manifest is damaged: {error}") from error
 
     @classmethod
@@ -172,7 +197,24 @@ class Manifest:
             bytes(sections[7]),
         )
 
+    def _with_files(self) -> Manifest:
+        """This one, whose structure has files beside the value's own structure."""
+        structure, files = self.structure
+        named = {number for _, number in self.names}
+        for name, number in files.items():
+            check_file(name)
+            if type(number) is not int or not 0 <= number < len(self.dtypes) or number in named:
+                raise Damaged("a manifest is damaged: a file of it has no bytes of its own")
+            if self.dtypes[number] != "uint8" or len(self.shapes[number]) != 1:
+                raise Damaged("a manifest is damaged: a file of it is no run of bytes")
+        return replace(self, structure=structure, files=tuple(files.items()))
+
+
+def text_of(structure: Any) -> bytes:
+    """A structure as manifests hold it."""
+    return json.dumps(structure, separators=(",", ":")).encode()
+
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
     """Size of a tensor."""
-    return math.prod(shape) * int(_ITEMSIZE[DTYPES.index(dtype)])
+    return math.prod(shape) * _ITEMSIZE[dtype]

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from sapwood.errors import SapwoodError
+from sapwood.errors import NotFound, SapwoodError
 from sapwood.repository.catalog import Catalog, Place
 from sapwood.storage import Keeper, Wanted
 
@@ -33,6 +33,7 @@ class Merger:
         self._thread: threading.Thread | None = None
         self._again = False
         self._closed = False
+        self._missed: set[Place] = set()
 
     def wake(self) -> None:
         """There is something to hash."""
@@ -60,6 +61,7 @@ class Merger:
     def _run(self) -> None:
         try:
             while self._goes_on():
+                self._missed.clear()
                 batch = self._catalog.unhashed(_BATCH)
                 while batch and not self._closed:
                     self._catalog.hashed(self._hash(batch))
@@ -80,15 +82,25 @@ class Merger:
         for place in batch:
             if self._closed:
                 break
-            strong, fast = _strong(), _fast()
-            block = memoryview(bytearray(min(place.nbytes, _BLOCK)))
-            for at in range(0, place.nbytes, _BLOCK):
-                part = block[: min(_BLOCK, place.nbytes - at)]
-                self._keeper.read([Wanted(place.pack, place.start + at, part)])
-                strong.update(part)
-                fast.update(part)
-            found.append((place.blob, strong.digest(), fast.digest()))
+            try:
+                found.append((place.blob, *self._digests(place)))
+            except NotFound:
+                # Removed, or moved by gc, since the batch was listed: the next list knows. One that
+                # is listed there again is missing.
+                if place in self._missed:
+                    raise
+                self._missed.add(place)
         return found
+
+    def _digests(self, place: Place) -> tuple[bytes, bytes]:
+        strong, fast = _strong(), _fast()
+        block = memoryview(bytearray(min(place.nbytes, _BLOCK)))
+        for at in range(0, place.nbytes, _BLOCK):
+            part = block[: min(_BLOCK, place.nbytes - at)]
+            self._keeper.read([Wanted(place.pack, place.start + at, part)])
+            strong.update(part)
+            fast.update(part)
+        return strong.digest(), fast.digest()
 
 
 def digest_of(data: Any) -> bytes:

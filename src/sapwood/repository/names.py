@@ -12,19 +12,25 @@ from dataclasses import dataclass
 from sapwood.errors import BadName
 
 __all__ = [
+    "HIDDEN",
     "Reference",
+    "check_file",
     "check_name",
     "check_version",
+    "is_hidden",
     "nearest",
     "new_id",
     "next_version",
     "parse",
+    "time_of",
 ]
 
+HIDDEN = "."
+"""What names begin with that no user gives: unfinished work, which lists leave out."""
 _PART = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})*")
 _VERSION = re.compile(_PART)
-_NAME_LENGTH, _VERSION_LENGTH = 200, 100
+_NAME_LENGTH, _VERSION_LENGTH, _FILE_LENGTH = 200, 100, 200
 _RANDOM_BITS = 20
 """Below the milliseconds in a version's number, so that two providers do not give the same one."""
 _RULE = "letters, digits and '._+=-', each part beginning with a letter or a digit"
@@ -82,6 +88,28 @@ def check_version(text: str) -> str:
     return text
 
 
+def check_file(text: str) -> str:
+    """The name of a file that is kept with a version: a relative path with ``/`` in it.
+
+    Raises:
+        BadName: it would not be a path inside a folder, on any system.
+    """
+    parts = text.split("/") if isinstance(text, str) else [""]
+    odd = any(part in ("", ".", "..") for part in parts) or not text.isprintable()
+    if odd or len(text.encode("utf-8", "replace")) > _FILE_LENGTH or set(text) & set("\\:"):
+        raise BadName(
+            f"{text!r} is no name of a file: expected a path inside a folder such as "
+            "'config.json', without '..', ':', backslashes and control characters, of at most "
+            f"{_FILE_LENGTH} bytes"
+        )
+    return text
+
+
+def is_hidden(text: str) -> bool:
+    """Whether a name, or a pattern of names, is of what lists leave out."""
+    return text.startswith(HIDDEN)
+
+
 def next_version(taken: Iterable[str]) -> str:
     """The number after the largest one there is."""
     return str(max((int(v) for v in taken if v.isdecimal() and v.isascii()), default=0) + 1)
@@ -91,6 +119,11 @@ def new_id(after: int = 0) -> int:
     """A number for a version: 63 bits, larger than ``after``, and larger the later it is given."""
     now = time.time_ns() // 1_000_000
     return max(now << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), after + 1)
+
+
+def time_of(id: int) -> float:
+    """When a number was given, in seconds since the epoch."""
+    return (id >> _RANDOM_BITS) / 1000
 
 
 def nearest(wanted: str, known: Iterable[str]) -> str:

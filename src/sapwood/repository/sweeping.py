@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sapwood.errors import NotFound
 from sapwood.repository.catalog import Catalog, PackRow
 from sapwood.repository.packs import FOLDER, lay_out, new_key, pieces
 from sapwood.storage import Keeper, Wanted
 from sapwood.storage.base import QUIET_SECONDS
 
-__all__ = ["Swept", "sweep"]
+__all__ = ["Swept", "reclaim", "sweep"]
 
 _WORTH = 0.5
 """A pack of which less than this share is in use is written anew."""
@@ -46,14 +47,7 @@ def sweep(
     """Remove what no model refers to; ``quiet`` as in ``Keeper.sweep``."""
     said("looking for saves that never ended")
     drafts = keeper.sweep(quiet)
-    written = 0
-    for row in catalog.packs():
-        if 0 < row.live < _WORTH * row.nbytes:
-            said(f"writing {row.key} anew: {row.live} of {row.nbytes} bytes are in use")
-            written += _write_anew(catalog, keeper, row)
-    said("removing packs that nothing refers to")
-    dead = catalog.drop_dead_packs()
-    keeper.remove(row.key for row in dead)
+    dead, written = _give_back(catalog, keeper, said)
     orphans = _orphans(catalog, keeper, quiet)
     keeper.remove(key for key, _ in orphans)
     return Swept(
@@ -64,8 +58,29 @@ def sweep(
     )
 
 
+def reclaim(catalog: Catalog, keeper: Keeper) -> int:
+    """The part of it that needs no look at the keeper's files; bytes of packs that are freed."""
+    dead, written = _give_back(catalog, keeper, lambda _: None)
+    return sum(row.nbytes for row in dead) - written
+
+
+def _give_back(
+    catalog: Catalog, keeper: Keeper, said: Callable[[str], None]
+) -> tuple[list[PackRow], int]:
+    """Packs that were removed, and bytes that were written anew."""
+    written = 0
+    for row in catalog.packs():
+        if 0 < row.live < _WORTH * row.nbytes:
+            said(f"writing {row.key} anew: {row.live} of {row.nbytes} bytes are in use")
+            written += _write_anew(catalog, keeper, row)
+    said("removing packs that nothing refers to")
+    dead = catalog.drop_dead_packs()
+    keeper.remove(row.key for row in dead)
+    return dead, written
+
+
 def _write_anew(catalog: Catalog, keeper: Keeper, row: PackRow) -> int:
-    """Move what is in use of a pack to a new one; bytes of that."""
+    """Move what is in use of a pack to a new one; bytes of that, none if another gc was first."""
     places = catalog.blobs_in(row.id)
     starts, nbytes = lay_out([place.nbytes for place in places])
     if nbytes >= row.nbytes:
@@ -75,7 +90,10 @@ def _write_anew(catalog: Catalog, keeper: Keeper, row: PackRow) -> int:
         blobs = []
         for place in places:
             blob = memoryview(bytearray(place.nbytes))
-            keeper.read([Wanted(row.key, place.start, blob)])
+            try:
+                keeper.read([Wanted(row.key, place.start, blob)])
+            except NotFound:
+                return 0
             blobs.append(blob)
         draft.write_parts(pieces(starts, blobs))
         draft.publish()

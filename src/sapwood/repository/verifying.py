@@ -10,6 +10,7 @@ from sapwood.errors import SapwoodError
 from sapwood.repository.base import NOTHING
 from sapwood.repository.catalog import Catalog, Place
 from sapwood.repository.merging import digest_of
+from sapwood.repository.names import HIDDEN
 from sapwood.storage import Keeper, Wanted
 
 __all__ = ["Verified", "verify"]
@@ -35,17 +36,19 @@ def verify(
     found = Verified()
     users: dict[int, str] = {}
     counts: Counter[int] = Counter()
-    for record in catalog.models():
+    for record in (*catalog.models(), *catalog.models(f"{HIDDEN}*")):
         found.models += 1
         try:
             _, manifest = catalog.manifest(record.reference)
         except SapwoodError as error:
             found.problems.append(f"{record.reference}: {error}")
             continue
-        for name, number in manifest.names:
+        for name, number in (*manifest.names, *manifest.files):
             row = manifest.row(number)
             if row.blob != NOTHING:
                 users.setdefault(row.blob, f"{record.reference} {name}")
+        for blob in manifest.blobs:
+            users.setdefault(blob, f"{record.reference}, what belongs to it beside the model")
         counts.update(blob for blob in manifest.blobs if blob != NOTHING)
     found.problems += catalog.miscounted(counts)
     for place, digest in catalog.blobs():

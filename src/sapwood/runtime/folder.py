@@ -27,6 +27,8 @@ __all__ = ["STARTED", "RunFolder", "new_run_id", "process_start"]
 log = logging.getLogger(__name__)
 STARTED = "sapwood.started"
 """The logger that says, once and at level INFO, which run begins and where its folder is."""
+LATEST = "latest"
+"""What commands call the newest run."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STATUS_EVERY = 1.0
 
@@ -54,6 +56,11 @@ class RunFolder:
             raise RunFolderError(
                 f"the run id {run_id!r} cannot be a folder name; use letters, digits, '.', '_', "
                 "'-', at most 100 of them"
+            )
+        if run_id == LATEST:
+            raise RunFolderError(
+                f"a run cannot have the id {LATEST!r}: commands take it for the newest run; choose "
+                "another"
             )
         self.id = run_id
         self.path = Path(root) / run_id

@@ -127,6 +127,10 @@ class RunHandle(Protocol):
         """
         ...
 
+    def wait_ready(self) -> None:
+        """Wait, in a fork, until its whole state is there."""
+        ...
+
     def resume_at(self, step: int) -> None:
         """Go on as if ``step`` steps had ended: their state has just been restored."""
         ...

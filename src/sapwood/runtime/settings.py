@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sapwood.errors import ConfigError
+from sapwood.regular import read_regular
 
 __all__ = [
     "SECTIONS",
@@ -204,9 +205,11 @@ def _file(section: str) -> tuple[str, dict[str, Any]]:
     if not path.is_file():
         if named:
             raise ConfigError(f"SAPWOOD_CONFIG names {named}, which is not a file")
+        if os.path.lexists(path):  # somebody believes that their settings hold
+            raise ConfigError(f"{path} is not a file; remove it, or put the settings there")
         return "", {}
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_regular(path).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the settings in {path}: {error.strerror}") from error
     except ValueError as error:  # also what is not UTF-8

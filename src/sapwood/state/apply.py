@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from sapwood.errors import CheckpointError
 from sapwood.state.catalog import Catalog, differences
 from sapwood.state.contents import Contents, to_torch_dtype
+from sapwood.state.kinds import check_group_count
 from sapwood.state.optimizers import COMMON, set_common_state
-from sapwood.state.packed import MARK
 from sapwood.state.plain import from_plain
 from sapwood.state.tensors import writable
 
@@ -34,8 +34,6 @@ __all__ = [
     "prepare",
 ]
 
-OPTIMIZER_CLASS = "optimizer_class"
-"""Under this name, the extras say which optimizer saved them."""
 _SHOWN = 20
 
 
@@ -84,25 +82,11 @@ class Change:
         set_common_state(self.optimizer, self.common)
 
 
-def check(
-    contents: Contents,
-    optimizer: torch.optim.Optimizer,
-    catalog: Catalog,
-    common: Mapping[str, Any],
-    *,
-    with_optimizer: bool,
-) -> None:
-    """See that a run can take a state of these tensors.
-
-    Args:
-        contents: the run's own tensors.
-        optimizer: the run's.
-        catalog: of the state.
-        common: the lowest rank's extras, which may have been read in part only.
-        with_optimizer: whether the optimizer gets its state, too.
+def check(contents: Contents, catalog: Catalog) -> None:
+    """See that a run with these tensors can take a state of that catalog; see ``Kinds``, too.
 
     Raises:
-        CheckpointError: it is of another model or optimizer; every difference is listed.
+        CheckpointError: it is of another model; every difference is listed.
     """
     here = contents.catalog
     wanted = {key: entry for key, entry in here.by_key.items() if key[0] == "model"}
@@ -112,9 +96,6 @@ def check(
         raise CheckpointError(
             "the checkpoint is of another model:\n  " + "\n  ".join([*lines[:_SHOWN], *more])
         )
-    if with_optimizer:
-        _check_class(optimizer, common)
-        _check_groups(optimizer, common)
 
 
 def prepare(
@@ -182,32 +163,9 @@ def _same_bytes(left: Tensor, right: Tensor) -> bool:
 # -- the optimizer ---------------------------------------------------------------------------
 
 
-def _check_class(optimizer: torch.optim.Optimizer, common: Mapping[str, Any]) -> None:
-    """Another optimizer would find states under names it does not know, many steps later."""
-    saved, here = common.get(OPTIMIZER_CLASS), type(optimizer).__name__
-    groups = common.get("groups") or [{}]
-    if saved is None or saved == here or MARK in groups[0]:  # the last: not read yet
-        return
-    lacking = sorted(set(optimizer.defaults) - set(groups[0]))
-    if lacking:
-        raise CheckpointError(
-            f"the optimizer is {here}, the checkpoint's {saved}, which has no "
-            f"{', '.join(lacking)}; use {saved}, or restore with optimizer=False"
-        )
-
-
-def _check_groups(optimizer: torch.optim.Optimizer, common: Mapping[str, Any]) -> None:
-    saved, here = len(common.get("groups", ())), len(optimizer.param_groups)
-    if saved != here:
-        raise CheckpointError(
-            f"the optimizer has {here} parameter groups, the checkpoint {saved}; make the same "
-            "groups, or restore with optimizer=False"
-        )
-
-
 def _settings(optimizer: torch.optim.Optimizer, common: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The settings of each parameter group."""
-    _check_groups(optimizer, common)
+    check_group_count(optimizer, len(common.get("groups", ())))
     try:
         return [dict(from_plain(group)) for group in common["groups"]]
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:

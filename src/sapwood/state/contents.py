@@ -21,7 +21,14 @@ from sapwood.state.tensors import (
     unwrap,
 )
 
-__all__ = ["Contents", "byte_view", "collect", "ordered_bytes", "to_torch_dtype"]
+__all__ = [
+    "Contents",
+    "byte_view",
+    "collect",
+    "holders_among",
+    "ordered_bytes",
+    "to_torch_dtype",
+]
 
 Key = tuple[str, str]
 Holders = Callable[[str], tuple[int, ...]]
@@ -110,6 +117,17 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer, holders: Holders
     }
     catalog = Catalog(tuple(entries))
     return Contents(catalog, tensors, by_parameter, tied, parameters, optimizer, watch)
+
+
+def holders_among(ranks: tuple[int, ...], model: nn.Module, *, shares_buffers: bool) -> Holders:
+    """Which of these ranks hold a tensor: all; but buffers that differ are those of the first.
+
+    A byte from here and a byte from there would be the buffers of no rank.
+    """
+    if shares_buffers:
+        return lambda name: ranks
+    buffers = frozenset(named_buffers(model))
+    return lambda name: ranks[:1] if name in buffers else ranks
 
 
 def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -6,12 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from sapwood.state.packed import EXTRA_STATE
 from sapwood.state.tensors import clean_name, unwrap
 
 __all__ = ["EXTRA_STATE", "ExtraState"]
-
-EXTRA_STATE = "extra state"
-"""Its name among what belongs to a run."""
 
 
 class ExtraState:

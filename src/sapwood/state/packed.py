@@ -16,10 +16,12 @@ from typing import Any
 
 from sapwood.errors import CheckpointError
 
-__all__ = ["MARK", "Blob", "Packed", "pack", "unpack"]
+__all__ = ["EXTRA_STATE", "MARK", "Blob", "Packed", "pack", "unpack"]
 
 MARK = "$"
 """Marks what JSON cannot say: ``{"$": kind, "v": value}``."""
+EXTRA_STATE = "extra state"
+"""The name of what modules keep beside tensors, among what belongs to a run."""
 INLINE, INLINE_IN_ALL = 8 * 1024, 64 * 1024
 """Blobs up to this size are kept in the JSON, up to so much in all: most runs need no region."""
 LONG_TEXT = 16 * 1024

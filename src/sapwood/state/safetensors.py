@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from sapwood.regular import open_regular
 from sapwood.state.catalog import DTYPE_BYTES
 
-__all__ = ["TORCH_NAMES", "FilePart", "Header", "make_header", "read_header"]
+__all__ = ["MODEL_NAMES", "TORCH_NAMES", "FilePart", "Header", "make_header", "read_header"]
 
 TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2",
@@ -26,7 +26,19 @@ TORCH_NAMES = {
     "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "C64": "complex64",
     "F64": "float64", "I64": "int64", "U64": "uint64",
 }  # fmt: skip
-"""torch's names of the dtypes that the format knows."""
+"""torch's names of the dtypes that records and checkpoints may have."""
+MODEL_NAMES = {
+    "U64": "uint64", "I64": "int64", "F64": "float64", "C64": "complex64", "F32": "float32",
+    "U32": "uint32", "I32": "int32", "BF16": "bfloat16", "F16": "float16", "U16": "uint16",
+    "I16": "int16", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I8": "int8", "U8": "uint8", "F4": "float4_e2m1fn_x2", "BOOL": "bool",
+}  # fmt: skip
+"""The same of all that models may have, in the order in which the format's own writer puts them:
+wide ones first, so that each tensor is aligned. ``F4`` counts elements, torch pairs of them."""
+_BITS = {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "F4": 4} | {
+    name: 8 * nbytes for name, nbytes in DTYPE_BYTES.items()
+}
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER = 100 * 2**20
 
@@ -53,8 +65,8 @@ class Header:
     metadata: Mapping[str, str]
 
 
-def read_header(file: Path) -> Header:
-    """What a file says is in it.
+def read_header(file: Path, dtypes: Collection[str] = TORCH_NAMES) -> Header:
+    """What a file says is in it; ``dtypes`` are those that are taken.
 
     Raises:
         ValueError: it is damaged, or is no such file; says why.
@@ -67,10 +79,10 @@ def read_header(file: Path) -> Header:
         if not 2 <= length <= min(size - _LENGTH.size, _MOST_HEADER):
             raise ValueError(f"its header has {length} bytes, and the file {size}")
         text = opened.read(length)
-    return parse_header(text, size)
+    return parse_header(text, size, dtypes)
 
 
-def parse_header(text: bytes, size: int) -> Header:
+def parse_header(text: bytes, size: int, dtypes: Collection[str] = TORCH_NAMES) -> Header:
     """What the JSON of a header says of a file of that size.
 
     Raises:
@@ -81,7 +93,7 @@ def parse_header(text: bytes, size: int) -> Header:
         metadata = table.pop("__metadata__", None) or {}
         begin = _LENGTH.size + len(text)
         parts = sorted(
-            (_part(name, facts, begin) for name, facts in table.items()),
+            (_part(name, facts, begin, dtypes) for name, facts in table.items()),
             key=lambda part: (part.start, part.nbytes),
         )
     except (TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
@@ -103,14 +115,14 @@ def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _part(name: str, facts: Mapping[str, Any], begin: int) -> FilePart:
+def _part(name: str, facts: Mapping[str, Any], begin: int, dtypes: Collection[str]) -> FilePart:
     dtype, shape = facts["dtype"], tuple(facts["shape"])
     low, high = facts["data_offsets"]
-    if dtype not in DTYPE_BYTES:
+    if dtype not in dtypes:
         raise ValueError(f"{name} has the dtype {dtype!r}, which is not known")
     if not all(type(one) is int and one >= 0 for one in (*shape, low, high)):
         raise ValueError(f"{name}: expected a shape and a place of whole numbers")
-    if high - low != math.prod(shape) * DTYPE_BYTES[dtype]:
+    if 8 * (high - low) != math.prod(shape) * _BITS[dtype]:
         raise ValueError(f"{name} has {high - low} bytes, which is not what {shape} needs")
     return FilePart(name, dtype, shape, begin + low, high - low)
 
@@ -122,7 +134,7 @@ def make_header(
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name, dtype, shape in tensors:
-        end = at + math.prod(shape) * DTYPE_BYTES[dtype]
+        end = at + math.prod(shape) * _BITS[dtype] // 8
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()

@@ -20,11 +20,14 @@ __all__ = [
 ]
 
 _COMPILED = "_orig_mod"
+_WRAPPED = "_wrapped_module"
 _WRAPPERS = frozenset({_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 def clean_name(name: str) -> str:
     """The name of a tensor without what wrappers add to it."""
+    if _COMPILED not in name and _WRAPPED not in name:
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -13,10 +13,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from sapwood.buffers.handover import Handover, HandoverPool, copy_to, is_sealed
 from sapwood.errors import AlreadyThere, NoRoom, NotFound, StorageError
 from sapwood.storage.base import Descriptor, Durability, Entry
 from sapwood.storage.common import CommonDraft, CommonKeeper, bytes_of, too_large
@@ -64,9 +66,14 @@ class MemoryKeeper(CommonKeeper):
 
     durability = Durability.MEMORY
 
-    def __init__(self, *, limit: int | None = None) -> None:
-        """``limit``: bytes of all objects and drafts together; more is refused with ``NoRoom``."""
+    def __init__(self, *, limit: int | None = None, pool: HandoverPool | None = None) -> None:
+        """``limit``: bytes of all objects and drafts together; more is refused with ``NoRoom``.
+
+        ``pool``: where memory for what is large comes from, if its size is known from the first;
+        this object's to close.
+        """
         super().__init__("memory")
+        self.pool = pool
         self._objects: dict[str, _Object] = {}
         self._folders: dict[str, int] = {}
         self._changing = threading.Lock()
@@ -105,6 +112,27 @@ class MemoryKeeper(CommonKeeper):
         self.add(key, _Object(0, memoryview(b"")), replace=replace)
         if given_back is not None:
             given_back()
+
+    def keep(self, key: str, fd: int, *, replace: bool = False) -> None:
+        """Keep sealed memory as an object; the descriptor is the keeper's, also if this fails.
+
+        Raises:
+            StorageError: somebody could still change it.
+        """
+        file = _File(fd)
+        checked_key(key)
+        self._check_open()
+        if not is_sealed(fd):
+            raise StorageError(
+                f"{key}: what was passed is not memory that is sealed against every change"
+            )
+        nbytes = os.fstat(fd).st_size
+        self.reserve(key, nbytes)
+        try:
+            self.add(key, _Object(nbytes, file), replace=replace)
+        except BaseException:
+            self.release(nbytes)
+            raise
 
     def link(self, source: str, key: str, *, durability: Durability | None = None) -> None:
         """Let two keys have one object; where both are kept, its bytes count once more."""
@@ -244,6 +272,8 @@ class MemoryKeeper(CommonKeeper):
             # Adopted memory is given back outside the lock, by whoever holds it last.
             _, self._objects = self._objects, {}
             self._folders.clear()
+        if self.pool is not None:
+            self.pool.close()
 
 
 class _MemoryDraft(CommonDraft):
@@ -256,13 +286,35 @@ class _MemoryDraft(CommonDraft):
         self._memory = keeper
         self._small = bytearray()
         self._file: _File | None = None
+        self._piece: Handover | None = None
         self._reserved = 0
         self._reserve(nbytes or 0)
+
+    def direct(self) -> memoryview | None:
+        """All of its memory, to be filled in place of writing; gone before ``publish``.
+
+        None where it has no memory of its own.
+        """
+        piece = self._handover()
+        if piece is None or self.written:
+            return None
+        self.written = piece.nbytes
+        return piece.bytes.data
+
+    def _handover(self) -> Handover | None:
+        pool = self._memory.pool
+        if self._piece is None and pool is not None and (self.nbytes or 0) >= _LARGE:
+            self._piece = pool.take(self.nbytes or 0)
+        return self._piece
 
     def _take(self, parts: Sequence[memoryview]) -> None:
         total = self.written + sum(map(len, parts))
         try:
             self._reserve(total)
+            if (piece := self._handover()) is not None:
+                starts = list(accumulate(map(len, parts), initial=self.written))
+                copy_to(piece, starts[:-1], parts)
+                return
             if self._file is None and max(total, self.nbytes or 0) < _LARGE:
                 for part in parts:
                     self._small += part
@@ -286,14 +338,19 @@ class _MemoryDraft(CommonDraft):
 
     def _publish(self) -> None:
         rests: _File | memoryview = memoryview(bytes(self._small))
-        if self._file is not None:
+        if self._piece is not None:
+            self._file, self._piece = _File(self._piece.seal()), None
+            rests = self._file
+        elif self._file is not None:
             fcntl.fcntl(self._file.fd, fcntl.F_ADD_SEALS, _SEALS)
             rests = self._file
         self._memory.add(self.key, _Object(self.written, rests), replace=self.replace)
         self._file = None
 
     def _forget(self) -> None:
-        self._file, self._small = None, bytearray()
+        if self._piece is not None:
+            self._piece.close()
+        self._file, self._small, self._piece = None, bytearray(), None
         self._memory.release(self._reserved)
 
 

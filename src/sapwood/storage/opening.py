@@ -42,7 +42,18 @@ def _s3(url: str, **options: Any) -> Keeper:
     return S3Keeper(url, **options)
 
 
-_factories: dict[str, Factory] = {"memory": _memory, "file": _folder, "s3": _s3}
+def _mooncake(url: str, **options: Any) -> Keeper:
+    from sapwood.storage.mooncake.keeper import MooncakeKeeper  # an extra as well
+
+    return MooncakeKeeper(url, **options)
+
+
+_factories: dict[str, Factory] = {
+    "memory": _memory,
+    "file": _folder,
+    "s3": _s3,
+    "mooncake": _mooncake,
+}
 
 
 def register(scheme: str, factory: Factory) -> None:
@@ -58,12 +69,13 @@ def schemes() -> list[str]:
 
 
 def open_keeper(place: str | os.PathLike[str], **options: Any) -> Keeper:
-    """A keeper: ``memory:``, a path or ``file:///path``, ``s3://bucket/prefix``.
+    """A keeper: ``memory:``, a path, ``s3://bucket/prefix``, ``mooncake://host:port/prefix``.
 
     Args:
         place: a path or URL.
         **options: of the keeper: ``limit`` of memory; ``endpoint``, ``region``, ``credentials``,
-            ``timeout`` and ``retries`` of S3.
+            ``timeout`` and ``retries`` of S3; ``local``, ``protocol``, ``device``, ``segment``,
+            ``replicas`` and ``timeout`` of Mooncake.
 
     Raises:
         ConfigError: no keeper is known for it, or it does not take such an option.

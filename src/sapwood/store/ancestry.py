@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from sapwood.errors import GraphError, StoreError
+from sapwood.repository.architecture import parts_of
 from sapwood.repository.base import Backend, Kin, ModelRecord
 from sapwood.repository.manifest import nbytes_of
 from sapwood.state.graph import Graph, GraphCache, LayerTensor, Match, TensorPair, match_graphs
-from sapwood.store.architecture import parts_of
 
 __all__ = ["Ancestor", "Ancestry", "Transfer", "pairs_by_name"]
 

@@ -15,6 +15,9 @@ from sapwood.repository.manifest import DTYPES, TensorRow
 
 __all__ = ["bytes_of", "dtype_name", "empty", "tensor_in"]
 
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
 
 def dtype_name(tensor: Tensor) -> str:
     """A tensor's dtype as manifests name it.
@@ -22,8 +25,8 @@ def dtype_name(tensor: Tensor) -> str:
     Raises:
         StoreError: it is one that the repository cannot keep.
     """
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
         raise StoreError(
             f"a tensor is {tensor.dtype}, which the repository cannot hold; it holds "
             f"{', '.join(DTYPES)}"
@@ -33,10 +36,12 @@ def dtype_name(tensor: Tensor) -> str:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Its elements in order, where they lie if they lie so in this machine's memory."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = tensor.detach()
+    if plain.device.type != "cpu" or plain.is_conj() or plain.is_neg() or not plain.is_contiguous():
+        plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
     if not plain.numel():
         return memoryview(b"")
-    flat: npt.NDArray[np.uint8] = plain.reshape(-1).view(torch.uint8).numpy()
+    flat: npt.NDArray[np.uint8] = plain.view(-1).view(torch.uint8).numpy()
     return flat.data
 
 
@@ -47,7 +52,7 @@ def empty(row: TensorRow) -> Tensor:
 
 def tensor_in(memory: Any, row: TensorRow) -> Tensor:
     """The tensor whose bytes these are; it shares the memory and keeps it alive."""
-    dtype = getattr(torch, row.dtype)
+    dtype = _DTYPES[row.dtype]
     if not row.nbytes:
         return torch.empty(row.shape, dtype=dtype)
     flat = torch.from_numpy(np.frombuffer(memory, np.uint8))

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from sapwood.errors import ConfigError, Gone, GraphError, ModelExists, ModelNotFound, StoreError
+from sapwood.repository.architecture import PackedGraph, layer_sizes, pack_graph
 from sapwood.repository.base import (
     NOTHING,
     Backend,
     BlobPart,
     Mappable,
+    Merging,
     ModelRecord,
     NewModel,
     fresh,
@@ -30,13 +32,16 @@ from sapwood.state.graph import Graph
 from sapwood.storage import Durability
 from sapwood.storage.base import QUIET_SECONDS
 from sapwood.store.ancestry import Ancestor, Ancestry, Transfer, pairs_by_name
-from sapwood.store.architecture import PackedGraph, layer_sizes, pack_graph
 from sapwood.store.comparing import Change, compare
+from sapwood.store.finding import ordered, search
+from sapwood.store.kept import alike_files, check_files
+from sapwood.store.known import KnownStates
 from sapwood.store.raw import bytes_of, dtype_name, empty, tensor_in
 from sapwood.store.selection import select
 from sapwood.store.stored import StoredModel
 from sapwood.store.targets import check_fit, fill, named_tensors, names_of
 from sapwood.store.tree import Parts, entries, other_entries, put_together, take_apart
+from sapwood.tiers.versions import tidy
 
 __all__ = ["Repository", "durability_of"]
 
@@ -60,6 +65,7 @@ class Repository:
         """The back end is this object's to close; ``durability`` is what ``save`` promises."""
         self._backend = backend
         self._ancestry = Ancestry(backend)
+        self._states = KnownStates()
         self.durability = durability
 
     # -- saving ------------------------------------------------------------------------------
@@ -73,6 +79,7 @@ class Repository:
         tags: Iterable[str] = (),
         metrics: Mapping[str, float] | None = None,
         note: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes | memoryview] | None = None,
         sample: Any = None,
         durability: Durability | str | None = None,
     ) -> ModelRecord:
@@ -85,6 +92,7 @@ class Repository:
             tags: names that shall point to it; they move.
             metrics: numbers to find it by, such as ``{"val_acc": 0.93}``.
             note: anything else to remember, as JSON.
+            files: small files to keep beside the tensors, such as ``config.json``, by name.
             sample: what the module's forward gets, a tensor or ``state.graph.Sample``: the graph
                 of its layers is found with it, by which it is an ancestor of other models. Only
                 shapes matter. Without one, a graph is kept where one is found all the same.
@@ -99,17 +107,25 @@ class Repository:
         promised = self.durability if durability is None else durability_of(durability)
         labels = tuple(dict.fromkeys(check_version(tag) for tag in tags))
         self._refuse_existing(target)
-        parts = take_apart(value)
+        known = isinstance(value, nn.Module)
+        parts = self._states.take_apart(value) if known else take_apart(value)
         dtypes = tuple(map(dtype_name, parts.tensors))
         sources = [bytes_of(tensor) for tensor in parts.tensors]
         origin = self._backend.manifest(parse(parent)) if parent is not None else None
         alike = _alike(parts, dtypes, origin[1]) if origin is not None else {}
+        kept = check_files(files or {})
+        sources += kept.values()
+        if origin is not None:
+            alike |= alike_files(kept, origin[1], len(dtypes))
         manifest = Manifest(
-            dtypes,
-            tuple(tuple(tensor.shape) for tensor in parts.tensors),
+            dtypes + ("uint8",) * len(kept),
+            tuple(tuple(tensor.shape) for tensor in parts.tensors)
+            + tuple((len(data),) for data in kept.values()),
             tuple(fresh(i) if len(data) else NOTHING for i, data in enumerate(sources)),
             parts.names,
             parts.structure,
+            files=tuple((name, len(dtypes) + i) for i, name in enumerate(kept)),
+            text=parts.text,
         )
         graph = self._graph(value, sample)
         packed = pack_graph(graph) if graph is not None else PackedGraph(b"", {})
@@ -211,7 +227,8 @@ class Repository:
         complete = layers is None if strict is None else strict
         others = other_entries(manifest) if layers is None else []
         inside = [n for n in names if any(n.startswith(f"{entry}.") for entry in others)]
-        direct = [name for name in names if name not in set(inside)]
+        others_names = set(inside)
+        direct = [name for name in names if name not in others_names]
         if strict is False and layers is None:
             here = names_of(into)
             direct = [name for name in direct if name in here]
@@ -256,6 +273,25 @@ class Repository:
         """Every version of the models whose name fits a pattern, by name, oldest first."""
         return list(self._backend.models(pattern))
 
+    def find(
+        self, expression: str, *, by: str | None = None, lower: bool = False
+    ) -> list[ModelRecord]:
+        """The versions that fit an expression such as ``val_acc > 0.9 and size < 1GB``.
+
+        What it may say is in ``sapwood.store.finding``: metrics, name, version, tag, size,
+        tensors, created and age, with ``and``, ``or``, ``not`` and parentheses.
+
+        Args:
+            expression: what they must fit.
+            by: the best by this metric first; else by name, oldest first.
+            lower: less is better in that metric.
+
+        Raises:
+            ConfigError: it cannot be read, or is about a metric that no version has.
+        """
+        found = search(self._backend.models(), expression)
+        return found if by is None else ordered(found, by, lower=lower)
+
     def tag(self, reference: str, tag: str) -> ModelRecord:
         """Make a tag point to a version; it moves if it pointed to another one."""
         return self._backend.tag(parse(reference), check_version(tag))
@@ -267,6 +303,18 @@ class Repository:
     def remove(self, reference: str) -> ModelRecord:
         """Remove a version. What other versions share with it stays; ``gc`` frees the rest."""
         return self._backend.remove(parse(reference))
+
+    # -- equal tensors -----------------------------------------------------------------------
+
+    def canonical(self, blobs: Sequence[int]) -> Mapping[int, int | None] | None:
+        """Which of a manifest's blobs are equal: each with the one that stands for all equal ones.
+
+        A blob whose bytes were not compared with others yet has None. None instead of a mapping
+        where the place cannot say.
+        """
+        if not isinstance(self._backend, Merging):
+            return None
+        return self._backend.canonical(blobs)
 
     # -- ancestors ---------------------------------------------------------------------------
 
@@ -341,6 +389,18 @@ class Repository:
             seen.add(parent)
         return found
 
+    def by_id(self, id: int, name: str) -> ModelRecord:
+        """A version of a model by its number, also one that was removed.
+
+        Raises:
+            ModelNotFound: there never was.
+        """
+        return self._backend.by_id(id, name)
+
+    def children_of(self, id: int) -> list[ModelRecord]:
+        """The versions whose parent has this number, oldest first; also what was removed."""
+        return list(self._backend.children(id))
+
     def children(self, reference: str) -> list[ModelRecord]:
         """The versions whose parent it is, oldest first."""
         return list(self._backend.children(self._backend.find(parse(reference)).id))
@@ -358,6 +418,8 @@ class Repository:
             quiet: seconds after which an unfinished save of another machine is given up.
             said: called with what is done, for progress.
         """
+        for id in tidy(self._backend, self.durability, quiet=quiet):
+            said(f"removed the shards of checkpoint {id}, which was never whole")
         return self._backend.gc(quiet=quiet, said=said)
 
     def verify(self, *, said: Callable[[str], None] = _ignore) -> Verified:

@@ -27,8 +27,9 @@ def select(manifest: Manifest, layers: str | Iterable[str] | None, what: str) ->
         return names
     patterns = [layers] if isinstance(layers, str) else list(layers)
     chosen: set[str] = set()
+    below = _below(names)
     for pattern in patterns:
-        fitting = _fitting(names, pattern)
+        fitting = below.get(pattern) or _fitting(names, pattern)
         if not fitting:
             known = [*names, *{name.rpartition(".")[0] for name in names if "." in name}]
             raise ModelNotFound(f"{what} has no tensor {pattern!r}{nearest(pattern, known)}")
@@ -36,9 +37,18 @@ def select(manifest: Manifest, layers: str | Iterable[str] | None, what: str) ->
     return [name for name in names if name in chosen]
 
 
+def _below(names: Sequence[str]) -> dict[str, list[str]]:
+    """By the name of a tensor or a module: the tensors that are it, or inside it."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name, []).append(name)
+        end = name.rfind(".")
+        while end >= 0:
+            found.setdefault(name[:end], []).append(name)
+            end = name.rfind(".", 0, end)
+    return found
+
+
 def _fitting(names: Sequence[str], pattern: str) -> list[str]:
-    exact = [n for n in names if n == pattern or n.startswith(pattern + ".")]
-    if exact:
-        return exact
     fits = re.compile(translate(pattern)).match
     return [n for n in names if fits(n)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,24 +48,70 @@ class StoredModel(Mapping[str, "StoredTensor"]):
 
     def value(self) -> Any:
         """The whole value that was saved, in memory of its own."""
-        rows = [self.manifest.row(number) for number in range(len(self.manifest.dtypes))]
-        tensors = [empty(row) for row in rows]
+        # Tensors without a name belong to the version, and not to the value: see ``Manifest``.
+        rows = [self.manifest.row(number) for number in {n for _, n in self.manifest.names}]
+        tensors = {row.number: empty(row) for row in rows}
         self._backend.read(
             [
-                BlobPart(row.blob, 0, bytes_of(tensor))
-                for row, tensor in zip(rows, tensors, strict=True)
+                BlobPart(row.blob, 0, bytes_of(tensors[row.number]))
+                for row in rows
                 if row.blob != NOTHING
             ]
         )
         return put_together(self.manifest.structure, tensors.__getitem__)
 
+    @property
+    def files(self) -> Mapping[str, int]:
+        """The files kept with it, such as ``config.json``; see ``file``."""
+        return dict(self.manifest.files)
+
+    def file(self, name: str) -> bytes:
+        """The content of a file that was kept with it.
+
+        Raises:
+            ModelNotFound: there is none of that name; says what is like it.
+        """
+        return b"".join(map(bytes, self.parts([self.file_row(name)])))
+
+    def file_row(self, name: str) -> TensorRow:
+        """Where a kept file's bytes are, and how many.
+
+        Raises:
+            ModelNotFound: there is none of that name; says what is like it.
+        """
+        files = self.files
+        if name not in files:
+            like = nearest(name, files)
+            raise ModelNotFound(f"{self.record.reference} has no file {name!r}{like}")
+        return self.manifest.row(files[name])
+
     def blocks(self, row: TensorRow) -> Iterator[memoryview]:
         """A tensor's bytes, some at a time; each block is overwritten by the next."""
-        memory = memoryview(bytearray(min(row.nbytes, _BLOCK)))
-        for start in range(0, row.nbytes, _BLOCK):
-            block = memory[: min(_BLOCK, row.nbytes - start)]
-            self._backend.read([BlobPart(row.blob, start, block)])
-            yield block
+        return self.parts([row])
+
+    def parts(
+        self, rows: Sequence[TensorRow], start: int = 0, stop: int | None = None
+    ) -> Iterator[memoryview]:
+        """The bytes from ``start`` to ``stop`` of tensors that lie one after the other.
+
+        Many small tensors are read at once. Each block is overwritten by the next.
+        """
+        end = sum(row.nbytes for row in rows) if stop is None else stop
+        memory = memoryview(bytearray(max(0, min(end - start, _BLOCK))))
+        wanted: list[BlobPart] = []
+        filled = 0
+        for blob, low, high in _spans(rows, start, end):
+            while low < high:
+                size = min(high - low, len(memory) - filled)
+                wanted.append(BlobPart(blob, low, memory[filled : filled + size]))
+                low, filled = low + size, filled + size
+                if filled == len(memory):
+                    self._backend.read(wanted)
+                    yield memory
+                    wanted, filled = [], 0
+        if filled:
+            self._backend.read(wanted)
+            yield memory[:filled]
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of that name."""
@@ -139,6 +185,16 @@ class StoredTensor:
 
     def _read(self, start: int, out: Tensor) -> None:
         self._backend.read([BlobPart(self._row.blob, start, bytes_of(out))])
+
+
+def _spans(rows: Sequence[TensorRow], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The blob of each tensor that has bytes in a range, and which of its bytes these are."""
+    at = 0
+    for row in rows:
+        low, high = max(start - at, 0), min(stop - at, row.nbytes)
+        if low < high:
+            yield row.blob, low, high
+        at += row.nbytes
 
 
 def _rest(index: Any) -> Any:

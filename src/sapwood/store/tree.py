@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sapwood.errors import CheckpointError, Damaged, StoreError
-from sapwood.repository.manifest import Manifest
+from sapwood.repository.manifest import Manifest, text_of
 from sapwood.state.copier import Copier
 from sapwood.state.packed import MARK
 from sapwood.state.plain import from_plain
@@ -34,6 +34,8 @@ class Parts:
     """Every name, with the number of its tensor; names are unique."""
     structure: Any
     """JSON, in which tensors are numbers."""
+    text: bytes
+    """The same as text."""
 
 
 def take_apart(value: Any) -> Parts:
@@ -63,7 +65,7 @@ def take_apart(value: Any) -> Parts:
         raise StoreError(str(error).replace("a checkpoint", "the repository")) from error
     for blob in copier.blobs:
         blob.inline()
-    return Parts(tuple(tensors), tuple(names.items()), structure)
+    return Parts(tuple(tensors), tuple(names.items()), structure, text_of(structure))
 
 
 def state_of(model: nn.Module) -> OrderedDict[str, Any]:

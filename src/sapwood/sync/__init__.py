@@ -6,7 +6,7 @@ from sapwood.sync.engines import make_engine
 from sapwood.sync.members import Members, check_model
 from sapwood.sync.optim import Views, choose_mode
 from sapwood.sync.startvalues import give_rank0_values
-from sapwood.sync.supported import Claim, check_kinds, check_schedulers
+from sapwood.sync.supported import Claim, check_kinds, check_scaler, check_schedulers
 from sapwood.sync.tune import Tuner
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Views",
     "check_kinds",
     "check_model",
+    "check_scaler",
     "check_schedulers",
     "choose_averager",
     "choose_mode",

@@ -272,6 +272,7 @@ class Ddp:
             raise self._broken(FORGOTTEN)
         self._in_step = self._in_backward = True
         self._context.group.step = self._updater.step
+        self._updater.begin_backward()
         self._context.views.follow()
         self._armed = False
         reads = self._updater.reads

@@ -298,6 +298,7 @@ class Layerwise:
         self._armed = False
         self._context.group.step = self._updater.step
         self._updater.begin_step()
+        self._updater.begin_backward()
         if not self._forward_seen and (names := self._members.unfrozen()):
             raise UsageError(refusals.unfrozen(names))
         due = self._replanner.reason or self._tuner.due

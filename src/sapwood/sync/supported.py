@@ -17,7 +17,7 @@ from sapwood.state.tensors import clean_name, named_parameters, unwrap
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Claim", "check_kinds", "check_schedulers"]
+__all__ = ["Claim", "check_kinds", "check_scaler", "check_schedulers"]
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,18 @@ def _kinds(thing: object) -> set[str]:
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(thing).__mro__}
 
 
+def check_scaler(scaler: Any) -> None:
+    """Refuse what cannot scale a loss.
+
+    Raises:
+        ConfigError: it is no gradient scaler.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ConfigError(
+            f"scaler is a {type(scaler).__name__}, expected a torch.amp.GradScaler, or None"
+        )
+
+
 def check_schedulers(
     schedulers: Iterable[LRScheduler], optimizer: torch.optim.Optimizer
 ) -> list[LRScheduler]:
@@ -119,7 +131,7 @@ def check_schedulers(
     Raises:
         ConfigError: one needs to be told something at each step, or is of another optimizer.
     """
-    if hasattr(schedulers, "step"):
+    if hasattr(schedulers, "step") or not hasattr(schedulers, "__iter__"):
         kind = type(schedulers).__name__
         raise ConfigError(f"schedulers is a {kind}, expected a list: schedulers=[scheduler]")
     found = list(schedulers)

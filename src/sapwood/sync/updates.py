@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import increment_version
 
-from sapwood.events import Fence, StateReplacing, StepBegan, TensorUpdated, UpdatedTensor
+from sapwood.events import (
+    BackwardBegan,
+    Fence,
+    StateReplacing,
+    StepBegan,
+    TensorUpdated,
+    UpdatedTensor,
+)
 from sapwood.runtime import faults
 from sapwood.runtime.device import Lane
 from sapwood.state.optimizers import optimizer_tensors
@@ -59,6 +66,11 @@ class Updater:
             self._begun = self.step
             if self._context.events.wants(StepBegan):
                 self._context.events.publish(StepBegan(step=self.step))
+
+    def begin_backward(self) -> None:
+        """Announce the first gradient of a step, before anything is updated."""
+        if self._context.events.wants(BackwardBegan):
+            self._context.events.publish(BackwardBegan(step=self.step))
 
     def update(self, ready: Ready) -> int:
         """Apply averaged gradients; returns when it was done (perf_counter_ns).

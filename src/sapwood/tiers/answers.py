@@ -69,8 +69,14 @@ class Answers:
         with part.file:
             size = part.start + part.nbytes if request.get("part") == "size" else part.nbytes
             connection.send({"nbytes": size})
-            if request.get("part") != "size":
+            if request.get("part") == "size":
+                return
+            try:
                 connection.send_file(part.file, part.start, part.nbytes)
+            except OSError:
+                # The other side waits for bytes: whatever it is told now, it would take for them.
+                connection.abort()
+                raise
 
     def _drop(self, connection: Connection, request: Mapping[str, Any]) -> None:
         try:

@@ -18,6 +18,7 @@ from sapwood.tiers.record import CheckpointId, Range, ShardRecord
 __all__ = [
     "Mendable",
     "Misplaced",
+    "Pinning",
     "Recorded",
     "Stored",
     "StoredShard",
@@ -115,6 +116,19 @@ class Mendable(Protocol):
 
         Raises:
             TierError: it could not be done now.
+        """
+        ...
+
+
+@runtime_checkable
+class Pinning(Protocol):
+    """A tier in which somebody can say that a checkpoint is to stay; it is not dropped then."""
+
+    def pinned(self) -> set[CheckpointId]:
+        """Those that are to stay.
+
+        Raises:
+            TierError: the place cannot be looked at now.
         """
         ...
 

@@ -16,6 +16,8 @@ from sapwood.tiers.parity import ParityTier
 from sapwood.tiers.partner import PartnerTier
 from sapwood.tiers.peers import PeerServer
 from sapwood.tiers.spec import NodeMap, TierSpec
+from sapwood.tiers.versions import VersionTier
+from sapwood.tiers.versions.facts import Origin
 
 __all__ = ["make_tiers", "peer_folder", "serve_peers"]
 
@@ -86,6 +88,9 @@ def _make(spec: TierSpec, nodes: NodeMap, keep: Path | None) -> Tier:
     if spec.kind == "parity" and keep is not None:
         scheme = spec.place.partition(":")[0]
         return ParityTier(scheme, nodes, keep, timeout=spec.timeout)
+    if spec.kind == "store":
+        origin = Origin(series=spec.series, name=spec.name, forked=spec.forked)
+        return VersionTier(spec.place, origin)
     if spec.kind == "s3":
         from sapwood.tiers.s3 import S3Tier  # it imports obstore, which is an extra
 

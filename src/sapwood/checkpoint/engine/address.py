@@ -74,12 +74,17 @@ def resolved(specs: Sequence[TierSpec]) -> tuple[TierSpec, ...]:
 
 def find_address(specs: Sequence[TierSpec], nodes: NodeMap) -> Address:
     """The address of the engine of this node, for these (resolved) tiers."""
-    places = sorted((s.kind, s.place) for s in specs)
+    places = sorted((s.kind, _place(s)) for s in specs)
     text = json.dumps([os.getuid(), nodes.node, places])
     mark = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     return Address(
         name=f"sapwood-engine-{os.getuid()}-{mark}", token_file=_home(specs) / f".engine-{mark}"
     )
+
+
+def _place(spec: TierSpec) -> str:
+    """One repository may hold the checkpoints of several trainings at once."""
+    return spec.place if spec.kind != "store" else json.dumps([spec.place, spec.name, spec.series])
 
 
 def _home(specs: Sequence[TierSpec]) -> Path:

@@ -38,7 +38,11 @@ class InRank:
         """Carry the shard to all its tiers."""
         arena = lent = self._arenas[job.arena]
         if job.extras_bytes:
-            arena = lent.mapped_anew()  # they lie behind the mapping it was made with
+            try:
+                arena = lent.mapped_anew()  # they lie behind the mapping it was made with
+            except OSError:
+                self._listener(Freed(arena=job.arena))
+                raise
 
         def given_back() -> None:
             if arena is not lent:

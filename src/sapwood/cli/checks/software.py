@@ -22,6 +22,7 @@ _EXTRAS = {
     "s3": ("obstore",),
     "data": ("lmdb",),
     "report": ("matplotlib",),
+    "web": ("starlette", "uvicorn"),
     "mpi": ("mpi4py", "mpich"),
     "mooncake": ("mooncake-transfer-engine-non-cuda",),
 }

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from sapwood.errors import StoreError
 from sapwood.repository.base import Kin, ModelRecord, NewModel
 from sapwood.repository.manifest import Manifest
 from sapwood.repository.names import Reference
@@ -28,7 +29,17 @@ if TYPE_CHECKING:
     from sapwood.repository.sweeping import Swept
     from sapwood.repository.verifying import Verified
 
-__all__ = ["Head", "Member", "Members", "NewPart", "Part", "PartRange", "Provider", "VersionKey"]
+__all__ = [
+    "Head",
+    "Member",
+    "Members",
+    "NewPart",
+    "Part",
+    "PartRange",
+    "Provider",
+    "StaleMembers",
+    "VersionKey",
+]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,6 +71,18 @@ class Members:
     """At how many providers each head and each tensor is."""
     placement: str = "content"
     """``content``: each tensor by its bytes; ``model``: whole models by name, as in the paper."""
+    before: tuple[Member, ...] = ()
+    """While data moves to where this list places it: the members of the list before. What is not
+    at its new place yet is there."""
+
+
+class StaleMembers(StoreError):
+    """The caller goes by an older list of members than the provider."""
+
+    def __init__(self, message: str, members: Members) -> None:
+        """``members`` is the provider's list; adopt it, and try again."""
+        super().__init__(message)
+        self.members = members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +130,8 @@ class Provider(Protocol):
     """One provider, in this process or through a connection. Calls may come from several threads.
 
     Every call raises ``Unreachable`` if nobody answers, ``Denied`` if the token has no right to
-    it,
-    ``StoreError`` or ``StorageError`` if it cannot be done.
+    it, ``StaleMembers`` if the client goes by an older list of members, ``StoreError`` or
+    ``StorageError`` if it cannot be done.
     """
 
     @property
@@ -188,6 +211,18 @@ class Provider(Protocol):
 
     def remove_head(self, version: VersionKey) -> None:
         """Remove a version; its record stays in the lineage of others."""
+        ...
+
+    def copy_head(self, version: VersionKey) -> Head:
+        """A head as it was put, with its tags, layers and configurations, for another provider.
+
+        Raises:
+            ModelNotFound: it is not here.
+        """
+        ...
+
+    def drop_head(self, version: VersionKey) -> None:
+        """Forget a head that belongs elsewhere now, with its record; no error if it is not here."""
         ...
 
     def find(self, reference: Reference) -> ModelRecord:

@@ -16,10 +16,10 @@ __all__ = ["ckpt"]
 
 _ABOUT = """List, check, compare, mend, thin out and export checkpoints.
 
-A *place* is the folder of a checkpointer, one node's local folder or the folder of all nodes, or
-`s3://bucket/prefix`; without one it is `ckpts`. A *checkpoint* is a step (`15`: that of the current
-branch), an id (`00000015-3f9a1c`) or `latest`; put a place before it to look elsewhere:
-`/data/ckpts/latest`.
+A *place* is the folder of a checkpointer, one node's local folder or the folder of all nodes,
+`s3://bucket/prefix`, or a model repository, `store://models/`; without one it is `ckpts`. A
+*checkpoint* is a step (`15`: that of the current branch), an id (`00000015-3f9a1c`) or `latest`;
+put a place before it to look elsewhere: `/data/ckpts/latest`.
 
 ```
 sapwood ckpt ls                      what is there, and whether it is whole

@@ -34,11 +34,12 @@ def ls(
     sapwood ckpt ls                          the checkpoints under ckpts/
     sapwood ckpt ls /data/ckpts /scratch     two places together, as a restore sees them
     sapwood ckpt ls s3://bucket/run7
+    sapwood ckpt ls store://models/          those that are versions in a model repository
     sapwood ckpt ls --json                   the same for a program
     ```
 
     Args:
-        places: Folders or s3:// URLs; ckpts if none is given.
+        places: Folders, s3:// URLs or store://models/; ckpts if none is given.
         json: Write JSON instead of a table.
     """
     from sapwood.cli.output import print_json

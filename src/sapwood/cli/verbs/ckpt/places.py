@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sapwood.cli.verbs.ckpt.fragments import FragmentFolders, holds_fragments, node_folders
@@ -15,13 +16,16 @@ from sapwood.tiers.local import LocalTier
 from sapwood.tiers.make import make_tiers
 from sapwood.tiers.record import CheckpointId
 from sapwood.tiers.spec import NodeMap, TierSpec
+from sapwood.tiers.versions import VersionTier
+from sapwood.tiers.versions.facts import Origin
 
 __all__ = ["DEFAULT_PLACE", "Place", "checkpoint_of", "find_places", "find_tiers"]
 
 DEFAULT_PLACE = "ckpts"
 _DEPTH = 5  # from a run's folder: ckpts/nodes/<node>/kept/partner
 _PARTNER = "partner"
-_FORK = re.compile(r"(?:^|/)forks/([^/]+)")
+_STORE = "store://"
+_FORK = re.compile(r"(?:^|/)forks/([^/)]+)")
 _HERE = NodeMap(node="cli", rank_nodes=("cli",))
 
 
@@ -34,6 +38,8 @@ class Place:
     """As it is shown: below the place the user gave."""
     folder: Path | None = None
     """None for a tier that is not a folder."""
+    training: str = ""
+    """Which one, where a place is shared by several."""
 
     @property
     def fork(self) -> str:
@@ -64,11 +70,14 @@ def find_tiers(place: str) -> list[Place]:
         if not tier.shards():
             raise CheckpointError(f"no checkpoints in {place}")
         return [Place(tier, place)]
+    if place.startswith(_STORE):
+        return _trainings(place)
     folder = Path(place)
     if not folder.is_dir():
         raise CheckpointError(
             f"there is no folder {folder} here; give the place the checkpoints are in: the folder "
-            "of the checkpointer, the local folder of a node, or s3://bucket/prefix"
+            "of the checkpointer, the local folder of a node, s3://bucket/prefix, or "
+            "store://models/"
         )
     homes = list(_homes(folder, _DEPTH))
     coded = [home for home in homes if holds_fragments(home)]
@@ -81,6 +90,24 @@ def find_tiers(place: str) -> list[Place]:
             "(a checkpoint is a folder such as 00000015-3f9a1c)"
         )
     return found
+
+
+def _trainings(place: str) -> list[Place]:
+    """The trainings whose checkpoints are versions of a repository, each a place of its own."""
+    spec = TierSpec.parse(place).resolved()
+    with closing(VersionTier(spec.place, Origin(series="", name=spec.name))) as every:
+        known = [one for one in every.trainings() if spec.series in ("", one.series)]
+    if not known:
+        raise CheckpointError(f"no checkpoints in {place}")
+    return [_training(spec, origin) for origin in known]
+
+
+def _training(spec: TierSpec, origin: Origin) -> Place:
+    # What a series is called says where the training's other checkpoints are, and which fork it is.
+    path = f"{_STORE}{spec.place} ({origin.series})"
+    named = replace(spec, name=origin.name, series=origin.series)
+    (tier,) = make_tiers([named], _HERE)
+    return Place(tier, path, training=origin.series)
 
 
 def checkpoint_of(name: str) -> CheckpointId | None:

@@ -48,7 +48,7 @@ def prune(
     ```
 
     Args:
-        places: Folders or s3:// URLs; ckpts if none is given.
+        places: Folders, s3:// URLs or store://models/; ckpts if none is given.
         last: Keep the newest N.
         every: Keep steps that are multiples of K.
         best: Keep the one with the best value of this metric.

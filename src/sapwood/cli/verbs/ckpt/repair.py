@@ -49,7 +49,7 @@ def repair(
     ```
 
     Args:
-        place: A folder or s3:// URL.
+        place: A folder, s3:// URL or store://models/.
         source: Other places that may have what is lost here; may be given several times.
         older: How long a leftover must have been untouched: 90s, 15m, 1h, 2d.
         incomplete: Also remove checkpoints that are beyond repair, if a newer one is sound. Give

@@ -17,6 +17,7 @@ from sapwood.errors import CheckpointError, SapwoodError, TierError
 from sapwood.tiers.base import Stored, open_checked
 from sapwood.tiers.metrics import metrics_of
 from sapwood.tiers.record import CheckpointId, Lineage, ShardRecord, differing
+from sapwood.tiers.versions.facts import named
 
 __all__ = [
     "ABANDONED",
@@ -134,6 +135,12 @@ class Checkpoint:
         return min(place.fork for place in self.places) if self.places else ""
 
     @property
+    def training(self) -> str:
+        """Of several in one repository, the one it is of; empty if it lies elsewhere, too."""
+        found = {place.training for place in self.places}
+        return found.pop() if len(found) == 1 else ""
+
+    @property
     def created(self) -> float:
         """Seconds since the epoch; 0 if no record can be read."""
         return self.any_record.created if self.any_record else 0.0
@@ -208,10 +215,13 @@ def survey(places: Sequence[Place]) -> list[Checkpoint]:
 
 
 def _mark_branches(found: Iterable[Checkpoint]) -> None:
-    """Say of each checkpoint what a restore would take it for; forks have folders of their own."""
-    homes: dict[str, list[Checkpoint]] = {}
+    """Say of each checkpoint what a restore would take it for.
+
+    Forks have folders of their own, and in a repository each training is by itself.
+    """
+    homes: dict[tuple[str, str], list[Checkpoint]] = {}
     for one in found:
-        homes.setdefault(one.fork, []).append(one)
+        homes.setdefault((one.fork, one.training), []).append(one)
     for mine in homes.values():
         readable = [one for one in mine if one.any_record is not None]
         branches = Branches(Seen(c.id, c.created, c.lineage) for c in readable)
@@ -245,6 +255,7 @@ def find(name: str, among: Sequence[Checkpoint], where: str) -> Checkpoint:
     ``latest`` is what ``restore_latest`` takes: the newest of the current branch that is whole.
     """
     if name == "latest":
+        _one_training(among, name, where)
         # Those of forks count only where there are no others: each fork has its own branch.
         ours = [c for c in among if not c.fork]
         fork = "" if ours or not among else max(among, key=lambda c: c.created).fork
@@ -259,8 +270,24 @@ def find(name: str, among: Sequence[Checkpoint], where: str) -> Checkpoint:
         fitting = [c for c in among if c.id.step == int(name)]
     if not fitting:
         raise CheckpointError(f"no checkpoint {name!r} in {where}; {_known(among)}")
+    _one_training(fitting, name, where)
     # An attempt that only began the step must not hide the one that finished it.
     return next((c for c in reversed(fitting) if c.whole), fitting[-1])
+
+
+def _one_training(among: Sequence[Checkpoint], name: str, where: str) -> None:
+    """See that no choice between trainings is made by chance."""
+    known = sorted({one.training for one in among if not one.fork})
+    if len(known) > 1:
+        ways = " or ".join(f"{where}{_choosing(training)}" for training in known)
+        raise CheckpointError(
+            f"{name} may be of {len(known)} trainings in {where}: say which one by {ways}, or give "
+            "the id of a checkpoint"
+        )
+
+
+def _choosing(training: str) -> str:
+    return f"?name={named(training)}" if named(training) else f"?place={training}"
 
 
 def _known(among: Iterable[Checkpoint]) -> str:

@@ -1,13 +1,20 @@
-"""``sapwood store ls`` and ``show``."""
+"""``sapwood store ls``, ``find`` and ``show``."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from sapwood.cli.verbs.store.place import At, Json, opened, plain
 from sapwood.cli.words import age, size
 
-__all__ = ["ls", "show"]
+if TYPE_CHECKING:
+    from sapwood.repository.base import ModelRecord
+
+__all__ = ["find", "ls", "show"]
 
 
 def ls(pattern: str = "*", /, *, at: At = None, json: Json = False) -> None:
@@ -24,10 +31,48 @@ def ls(pattern: str = "*", /, *, at: At = None, json: Json = False) -> None:
         at: The repository.
         json: Write JSON instead of a table.
     """
-    from sapwood.cli.output import console, print_json, table
-
     with opened(at) as repo:
         found = repo.models(pattern)
+    _show(found, json=json)
+
+
+def find(
+    expression: str,
+    /,
+    *,
+    at: At = None,
+    by: str | None = None,
+    lower: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
+) -> int:
+    """List the versions that fit an expression. The exit code is 1 if none does.
+
+    *METRIC*, *size*, *tensors*, *created* and *age* are compared with `<`, `<=`, `>`, `>=`, `=` and
+    `!=`; *name*, *version* and *tag* with `=`, `!=`, and `~` for a pattern; `has METRIC` asks
+    whether there is one. `and`, `or`, `not` and parentheses put them together.
+
+    ```
+    sapwood store find 'val_acc > 0.9 and size < 1GB'
+    sapwood store find 'name ~ "nt3/*" and not tag = broken' --by val_acc
+    sapwood store find 'age < 7d or created > 2026-11-19T14:30'
+    ```
+
+    Args:
+        expression: What they must fit; one with spaces or `<` needs the shell's quotes.
+        at: The repository.
+        by: The best by this metric first; otherwise by name, oldest first.
+        lower: With `--by`, less is better.
+        json: Write JSON instead of a table.
+    """
+    with opened(at) as repo:
+        found = repo.find(expression, by=by, lower=lower)
+    _show(found, json=json)
+    return int(not found)
+
+
+def _show(found: Sequence[ModelRecord], *, json: bool) -> None:
+    from sapwood.cli.output import console, print_json, table
+
     if json:
         print_json([plain(record) for record in found])
         return
@@ -71,9 +116,12 @@ def show(model: str, /, *, at: At = None, json: Json = False) -> None:
             {"name": name, "dtype": row.dtype, "shape": list(row.shape), "bytes": row.nbytes}
             for name, row in rows
         ]
-        print_json({**plain(record), "from": parents, "tensor": tensors})
+        files = {name: stored.file_row(name).nbytes for name in stored.files}
+        print_json({**plain(record), "from": parents, "files": files, "tensor": tensors})
         return
     print(f"{record.reference}: {size(record.nbytes)}, {record.tensors} tensors")
+    if stored.files:
+        print(f"files: {' '.join(stored.files)}")
     if record.tags:
         print(f"tags: {' '.join(record.tags)}")
     for key, value in record.metrics.items():

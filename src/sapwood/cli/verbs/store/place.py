@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +35,8 @@ def plain(record: ModelRecord) -> dict[str, Any]:
         "bytes": record.nbytes,
         "tensors": record.tensors,
         "tags": list(record.tags),
-        "metrics": dict(record.metrics),
+        # JSON has no word for infinity.
+        "metrics": {k: v if math.isfinite(v) else repr(v) for k, v in record.metrics.items()},
         "note": dict(record.note),
         "removed": record.removed is not None,
     }

@@ -1,0 +1,202 @@
+"""Serving a repository: one socket, one server, and who ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import uvicorn
+
+from sapwood.errors import ConfigError, StoreError, UsageError
+from sapwood.integrations.hub.app import hub_app
+from sapwood.regular import read_regular
+from sapwood.store import Repository
+
+__all__ = ["HubServer", "read_token"]
+
+log = logging.getLogger(__name__)
+_SECONDS = 10.0
+"""For a start, and for a thread to end."""
+_GRACE = 5
+"""Seconds for requests that are under way at the end."""
+_REQUESTS = 256
+"""At once; more are told to come again."""
+_SHORTEST = 16
+
+
+class _Server(uvicorn.Server):
+    """Ends connections that are still open when the time for requests under way is over."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        end = time.monotonic() + _GRACE
+        while self.server_state.connections and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        for connection in list(self.server_state.connections):
+            # Closing it would wait until the client has read what was sent, which may be never.
+            transport = getattr(connection, "transport", None)
+            if isinstance(transport, asyncio.Transport):
+                transport.abort()
+        await asyncio.sleep(0.01)  # in which the loop closes their sockets
+        await super().shutdown(sockets)
+
+
+class HubServer:
+    """Gives out a repository's models over HTTP until it is closed.
+
+    Owns its socket and, after ``start``, a thread; ``close`` ends both. The repository stays the
+    caller's.
+    """
+
+    def __init__(
+        self, repo: Repository, *, listen: str = "127.0.0.1:0", token: str | None = None
+    ) -> None:
+        """Bind a socket.
+
+        Args:
+            repo: what is given out.
+            listen: ``host:port``; port 0 takes a free one.
+            token: what clients must have in ``HF_TOKEN``; None lets everybody read.
+
+        Raises:
+            ConfigError: ``listen`` or the token is none.
+            StoreError: the address cannot be had.
+        """
+        if token is not None:
+            _check_token(token, "token")
+        host, port = _address(listen)
+        self._socket = _bound(host, port)
+        address = self._socket.getsockname()
+        self.loopback = ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
+        shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+        self.url = f"http://{shown}:{address[1]}"
+        names = {"localhost", "127.0.0.1", "::1", host.lower(), address[0]}
+        app = hub_app(repo, token=token, hosts=names if self.loopback else None)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            limit_concurrency=_REQUESTS,
+            timeout_graceful_shutdown=_GRACE,
+            ws="none",
+        )
+        self._server = _Server(config)
+        self._thread: threading.Thread | None = None
+
+    def serve(self) -> None:
+        """Serve on this thread until it is interrupted, or ``close`` is called on another one."""
+        self._server.run(sockets=[self._socket])
+
+    def start(self) -> HubServer:
+        """Serve on a thread of its own; returns when connections are accepted.
+
+        Raises:
+            UsageError: it was started, or closed.
+            StoreError: it did not come up.
+        """
+        if self._thread is not None or self._server.should_exit:
+            raise UsageError("a HubServer is started once; make another one")
+        self._thread = threading.Thread(target=self.serve, name="sapwood-hub", daemon=True)
+        self._thread.start()
+        waiting = threading.Event()
+        for _ in range(int(_SECONDS * 100)):
+            if self._server.started:
+                return self
+            if not self._thread.is_alive():
+                break
+            waiting.wait(0.01)
+        self.close()
+        raise StoreError(f"the server at {self.url} did not come up; its log says why")
+
+    def close(self) -> None:
+        """End it, giving requests under way some time. Calling it again does nothing."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(_GRACE + _SECONDS)
+            if self._thread.is_alive():
+                log.error("the server at %s has not ended in time", self.url)
+            self._thread = None
+        self._socket.close()
+
+    def __enter__(self) -> HubServer:
+        """Start; close at the end of a ``with`` block."""
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def read_token(file: Path) -> str:
+    """The token in a file.
+
+    Raises:
+        ConfigError: it cannot be read, others may read it, or there is no token in it.
+    """
+    try:
+        content = read_regular(file)
+        mode = file.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"cannot read the token in {file}: {error.strerror or error}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO) and file.stat().st_uid == os.getuid():
+        raise ConfigError(f"{file} holds a token, and others may read it: chmod 600 {file}")
+    try:
+        return _check_token(content.decode("ascii").strip(), str(file))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} holds no token: expected plain letters and digits") from None
+
+
+def _check_token(token: str, what: str) -> str:
+    if len(token) < _SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"{what} is no token: expected at least {_SHORTEST} letters and digits without "
+            "spaces, such as `openssl rand -hex 32` gives"
+        )
+    return token
+
+
+def _address(listen: str) -> tuple[str, int]:
+    host, colon, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{listen!r} is no address, expected host:port such as 127.0.0.1:8080")
+    return host, int(port)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise StoreError(f"cannot listen at {host}: {error.strerror or error}") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(128)
+    except OSError as error:
+        made.close()
+        raise StoreError(
+            f"cannot listen at {host}:{port}: {error.strerror or error}; choose another port, or 0 "
+            "for any"
+        ) from error
+    return made

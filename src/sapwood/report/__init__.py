@@ -1,0 +1,1 @@
+"""What is shown of runs and models: pages that a browser opens."""
