@@ -47,22 +47,24 @@ CONTENDERS = (
     Contender(name="sapwood folder", role="variant", note=f"embedded, {FILE}"),
     Contender(name="torch.save", role="peer", note=f"load with mmap=True; {FILE}"),
     Contender(name="safetensors", role="peer", note=f"safe_open, mapped, then copied; {FILE}"),
-    Contender(
-        name="safetensors read", role="peer", note=f"the same file, read into place; {FILE}"
-    ),
+    Contender(name="safetensors read", role="peer", note=f"the same file, read into place; {FILE}"),
     Contender(name="hdf5", role="peer", note=f"h5py, one dataset a tensor; {FILE}"),
     Contender(name="dcp", role="peer", note=f"torch.distributed.checkpoint; {FILE}"),
     Contender(name="fastsafetensors", role="peer", note=f"without GPUDirect; {FILE}"),
     Contender(name="tensorizer", role="peer", note=f"{FILE}"),
     Contender(
-        name="mooncake", role="peer", note="Mooncake Store over TCP, batches, in this process's memory"
+        name="mooncake",
+        role="peer",
+        note="Mooncake Store over TCP, batches, in this process's memory",
     ),
     Contender(
         name="whole model",
         role="peer",
         note="a stand-in for FlameStore: JSON graph, one value for all bytes, nothing sent",
     ),
-    Contender(name="memcpy", role="limit", note="the same bytes into memory that is mapped already"),
+    Contender(
+        name="memcpy", role="limit", note="the same bytes into memory that is mapped already"
+    ),
 )
 
 

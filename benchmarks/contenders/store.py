@@ -138,9 +138,10 @@ def ours(name: str) -> Callable[[Workload, Context], Way]:
     def make(_: Workload, context: Context) -> Way:
         from .store_ours import Ours
 
-        where = context.options["servers"].get(name, {})
-        place = where.get("place") or str(Path(context.options["folder"]) / name.replace(" ", "-"))
-        return Ours(folder(context, name), context.case["durability"], place, where.get("token"))
+        where = dict(context.options["servers"].get(name, {}))
+        own = folder(context, name)
+        place = where.pop("place", str(own / "models"))
+        return Ours(own, context.case["durability"], place, **where)
 
     return make
 

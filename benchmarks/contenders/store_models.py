@@ -93,10 +93,15 @@ def bert_with_head() -> Shapes:
     for at in range(24):
         begin = f"bert.layer{at}"
         for name in ("query", "key", "value", "output"):
-            shapes += [(f"{begin}.{name}.weight", (hidden, hidden)), (f"{begin}.{name}.bias", (hidden,))]
+            shapes += [
+                (f"{begin}.{name}.weight", (hidden, hidden)),
+                (f"{begin}.{name}.bias", (hidden,)),
+            ]
         shapes += [(f"{begin}.up.weight", (inner, hidden)), (f"{begin}.up.bias", (inner,))]
         shapes += [(f"{begin}.down.weight", (hidden, inner)), (f"{begin}.down.bias", (hidden,))]
-        shapes += [(f"{begin}.norm{n}.{kind}", (hidden,)) for n in (1, 2) for kind in ("weight", "bias")]
+        shapes += [
+            (f"{begin}.norm{n}.{kind}", (hidden,)) for n in (1, 2) for kind in ("weight", "bias")
+        ]
     wide = 8192
     shapes.append(("head0.weight", (wide, hidden)))
     left = 3 * 10**9 - 4 * sum(torch.Size(shape).numel() for _, shape in shapes)

@@ -16,7 +16,9 @@ Buffers = list[tuple[int, int]]
 
 
 class Mooncake(Way):
-    def __init__(self, folder: Path, durability: str, server: Mapping[str, str], nbytes: int) -> None:
+    def __init__(
+        self, folder: Path, durability: str, server: Mapping[str, str], nbytes: int
+    ) -> None:
         """``server``: addresses of the master and of its metadata."""
         from mooncake.store import MooncakeDistributedStore
 

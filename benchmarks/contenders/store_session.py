@@ -24,7 +24,7 @@ from .sizes import check_memory
 __all__ = ["StoreSession"]
 
 MODULE = "contenders.store"
-MEMORY = Path("/dev/shm")  # noqa: S108 - where peers' files are in memory
+MEMORY = Path("/dev/shm")
 PROVIDERS = ("sapwood", "sapwood on demand", "sapwood tcp")
 NEEDS = {
     "safetensors": "safetensors",
@@ -96,7 +96,7 @@ class StoreSession:
         error = error_in(self.group.ask("call", function="create", contender=name))
         return error is None or self.excluded(name, error)
 
-    def start(self, names: Sequence[str]) -> dict[str, dict[str, str]]:
+    def start(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         if self.case["durability"] != "memory":
             return {}
         found = {name: self.provider(name) for name in PROVIDERS if name in names}
@@ -104,12 +104,13 @@ class StoreSession:
             found["mooncake"] = self.mooncake()
         return found
 
-    def provider(self, name: str) -> dict[str, str]:
+    def provider(self, name: str) -> dict[str, Any]:
         """One or more ``sapwood store serve`` that keep in memory."""
         count = self.case.get("providers", 1)
         token = self.folder / f"token-{name.replace(' ', '-')}"
         token.write_text(secrets.token_hex(16))
         token.chmod(0o600)
+        staging = "on_demand" if name.endswith("demand") else "preallocated"
         members = {f"p{at}": f"127.0.0.1:{free_port()}" for at in range(count)}
         listed = ",".join(f"{member}={address}" for member, address in members.items())
         for member, address in members.items():
@@ -119,14 +120,16 @@ class StoreSession:
                     *("--name", member, "--listen", address, "--token-file", str(token)),
                     *("--members", listed),
                     *("--memory", f"{self.clients * 4 * self.sizes // 10**6 + 1000}MB"),
-                    *("--staging", "on_demand" if name.endswith("demand") else "preallocated"),
+                    *("--staging", staging),
                 ],
                 address,
             )
-        place = "sapwood://" + ",".join(members.values())
-        if name.endswith("tcp"):
-            place += "?local=false"
-        return {"place": place, "token": token.read_text()}
+        return {
+            "place": "sapwood://" + ",".join(members.values()),
+            "token": token.read_text(),
+            "staging": staging,
+            **({"local": False} if name.endswith("tcp") else {}),
+        }
 
     def mooncake(self) -> dict[str, str]:
         program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent))
