@@ -31,7 +31,7 @@ class Model:
 
 
 def build(case: Mapping[str, object]) -> Model:
-    """The model of a case: ``model`` says which; ``mb`` and ``layers`` the size of synthetic ones."""
+    """The model of a case; ``mb`` and ``layers`` are the size of synthetic ones."""
     kind = str(case["model"])
     if kind == "vgg19":
         shapes = vgg19()

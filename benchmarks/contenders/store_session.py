@@ -153,7 +153,8 @@ class StoreSession:
 
     def run(self, command: Sequence[str], address: str) -> None:
         """Start a server and wait until it answers."""
-        errors = self.owned.enter_context(tempfile.TemporaryFile())
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the session
+        self.owned.callback(errors.close)
         process = subprocess.Popen(command, stdout=errors, stderr=errors)
         self.owned.callback(stop, process)
         host, port = address.rsplit(":", 1)

@@ -1,4 +1,4 @@
-"""Ways to keep models and give tensors back: what every contender of the store benchmarks can do."""
+"""Ways to keep models and give tensors back: what every contender of a store benchmark can do."""
 
 from __future__ import annotations
 
