@@ -90,7 +90,7 @@ def test_inductor_on_two_ranks() -> None:
     assert first[1] == 1
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:Dynamo does not")  # torch's
 def test_compiled_autograd_is_refused_by_name() -> None:
     """Its enabled backward is traced: hooks see no gradient task, and callbacks are not called."""
     from torch._dynamo import compiled_autograd

@@ -53,7 +53,8 @@ VARIABLES = frozenset(
             "LAUNCH_NOTES",
             "LOCAL",
         ),
-        *("MOONCAKE_DEVICE", "MOONCAKE_PROTOCOL", "NODE", "SOCKET_IFNAME", "STORE"),
+        *("MOONCAKE_DEVICE", "MOONCAKE_PROTOCOL", "NODE", "SOCKET_IFNAME"),
+        *("STORE", "STORE_TLS_CA", "STORE_TOKEN", "STORE_TOKEN_FILE"),
     )
 )
 """Variables of ours that are not settings."""
