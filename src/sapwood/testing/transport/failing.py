@@ -17,6 +17,9 @@ from sapwood.transport.base import Link, Transfer
 
 __all__ = ["come_alone", "count_leftovers", "give_up", "pour", "run_dry", "stall", "survive"]
 
+_NAMED = ("sapwood", "torch_", "gloo", "psm_")
+"""How names of shared memory begin that a link, torch, gloo or multiprocessing may give."""
+
 
 def come_alone(meeting: Meeting) -> None:
     for attempt in range(2):
@@ -146,4 +149,6 @@ def _more(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
 
 def _owned() -> tuple[int, int, int]:
     threads = len(list(Path("/proc/self/task").iterdir()))
-    return threads, len(os.listdir("/proc/self/fd")), len(os.listdir("/dev/shm"))  # noqa: PTH208, S108
+    # Others use shared memory at the same time, each under names of its own.
+    named = [n for n in os.listdir("/dev/shm") if n.startswith(_NAMED)]  # noqa: PTH208, S108
+    return threads, len(os.listdir("/proc/self/fd")), len(named)  # noqa: PTH208
