@@ -47,7 +47,7 @@ def settings_of(
         ConfigError: there is no token.
     """
     from sapwood.repository.providers.cluster_opening import ClusterSettings
-    from sapwood.repository.providers.rights import read_token
+    from sapwood.runtime.tokens import read_token
 
     token = os.environ.get(TOKEN) if token is None else token
     if not token and (file := os.environ.get(TOKEN_FILE)):

@@ -24,7 +24,8 @@ pytest.importorskip("starlette", reason="pip install 'sapwood[web]'")
 pytest.importorskip("uvicorn", reason="pip install 'sapwood[web]'")
 
 from sapwood.errors import ConfigError, Gone, StoreError, UsageError
-from sapwood.integrations.hub import HubServer, read_token
+from sapwood.integrations.hub import HubServer
+from sapwood.runtime.tokens import read_token
 from sapwood.store import Repository
 from sapwood.store import open as open_repository
 from sapwood.store.exchange import as_folder

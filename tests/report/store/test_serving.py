@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from sapwood.errors import ConfigError, SapwoodError
-from sapwood.report.store import Serving, read_token
+from sapwood.report.store import Serving
 from sapwood.report.store.jobs import Cancelled, Job, Jobs, Kept
+from sapwood.runtime.tokens import read_or_make_token as read_token
 from sapwood.store import Repository
 from sapwood.store.stored import StoredModel
 

@@ -9,6 +9,6 @@ Needs ``pip install 'sapwood[web]'``.
 from __future__ import annotations
 
 from sapwood.integrations.hub.app import hub_app
-from sapwood.integrations.hub.server import HubServer, read_token
+from sapwood.integrations.hub.server import HubServer
 
-__all__ = ["HubServer", "hub_app", "read_token"]
+__all__ = ["HubServer", "hub_app"]

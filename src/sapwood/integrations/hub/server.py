@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from types import TracebackType
 
 import uvicorn
 
 from sapwood.errors import ConfigError, StoreError, UsageError
 from sapwood.integrations.hub.app import hub_app
-from sapwood.regular import read_regular
+from sapwood.runtime.tokens import check_token
 from sapwood.store import Repository
 
-__all__ = ["HubServer", "read_token"]
+__all__ = ["HubServer"]
 
 log = logging.getLogger(__name__)
 _SECONDS = 10.0
@@ -30,7 +27,6 @@ _GRACE = 5
 """Seconds for requests that are under way at the end."""
 _REQUESTS = 256
 """At once; more are told to come again."""
-_SHORTEST = 16
 
 
 class _Server(uvicorn.Server):
@@ -82,7 +78,7 @@ class HubServer:
             StoreError: the address cannot be had.
         """
         if token is not None:
-            _check_token(token, "token")
+            check_token(token, "token")
         host, port = _address(listen)
         self._socket = _bound(host, port)
         address = self._socket.getsockname()
@@ -154,34 +150,6 @@ class HubServer:
     ) -> None:
         """Close."""
         self.close()
-
-
-def read_token(file: Path) -> str:
-    """The token in a file.
-
-    Raises:
-        ConfigError: it cannot be read, others may read it, or there is no token in it.
-    """
-    try:
-        content = read_regular(file)
-        mode = file.stat().st_mode
-    except OSError as error:
-        raise ConfigError(f"cannot read the token in {file}: {error.strerror or error}") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO) and file.stat().st_uid == os.getuid():
-        raise ConfigError(f"{file} holds a token, and others may read it: chmod 600 {file}")
-    try:
-        return _check_token(content.decode("ascii").strip(), str(file))
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file} holds no token: expected plain letters and digits") from None
-
-
-def _check_token(token: str, what: str) -> str:
-    if len(token) < _SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(
-            f"{what} is no token: expected at least {_SHORTEST} letters and digits without "
-            "spaces, such as `openssl rand -hex 32` gives"
-        )
-    return token
 
 
 def _address(listen: str) -> tuple[str, int]:

@@ -18,6 +18,6 @@ It needs ``pip install 'sapwood[web]'``. ``sapwood store ui`` starts it.
 
 from __future__ import annotations
 
-from sapwood.report.store.serving import Serving, read_token
+from sapwood.report.store.serving import Serving
 
-__all__ = ["Serving", "read_token"]
+__all__ = ["Serving"]

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
-import stat
 import threading
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sapwood.errors import ConfigError, StoreError
-from sapwood.regular import read_regular
-from sapwood.runtime.textfile import replace_text
 from sapwood.store import Repository
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
 
-__all__ = ["Serving", "read_token"]
+__all__ = ["Serving"]
 
 _HOST = "127.0.0.1"
 _START, _END = 20.0, 20.0
 _GRACE = 2
 """Whole seconds that a request may still take when the server is closed."""
-_LEAST = 16
 _CONNECTIONS = 64
 _MISSING = "the page of a repository needs two more packages: pip install 'sapwood[web]'"
 
@@ -142,27 +136,3 @@ def _listening(port: int) -> socket.socket:
             f"cannot listen on port {port}: {error.strerror}; name another one, or leave it away"
         ) from error
     return sock
-
-
-def read_token(file: Path) -> tuple[str, bool]:
-    """The token in a file, and whether it was made now: a file that is not there is made.
-
-    Raises:
-        ConfigError: it is no token, others may read the file, or it cannot be read.
-    """
-    try:
-        if not file.exists():
-            token = secrets.token_urlsafe(24)
-            replace_text(file, f"{token}\n", mode=0o600)
-            return token, True
-        if stat.S_IMODE(file.stat().st_mode) & 0o077:
-            raise ConfigError(f"others may read or write {file}; run chmod 600 {file}")
-        token = read_regular(file).decode("ascii", "replace").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the token in {file}: {error.strerror or error}") from error
-    if len(token) < _LEAST or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(
-            f"{file} holds no token: expected one line of at least {_LEAST} ASCII characters "
-            "without blanks; remove the file to have one made"
-        )
-    return token, False

@@ -15,7 +15,6 @@ and for ``*`` also gc, verify and the list of members.
 
 from __future__ import annotations
 
-import secrets
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,11 +23,11 @@ from typing import Any
 
 from sapwood.channel.handshake import key_of
 from sapwood.errors import ConfigError, Denied
+from sapwood.runtime.tokens import read_token
 
-__all__ = ["RIGHTS", "Rights", "load_rights", "new_token", "owner_rights", "read_token"]
+__all__ = ["RIGHTS", "Rights", "load_rights", "owner_rights"]
 
 RIGHTS = ("read", "write", "delete", "admin")
-_SHORTEST = 16
 
 
 @dataclass(frozen=True)
@@ -107,38 +106,3 @@ def _rights(path: Path, owner: str, rights: Any) -> Iterable[str]:
     if not isinstance(rights, list) or not all(one in RIGHTS for one in rights):
         raise ConfigError(f"{path}: [{owner}] has the rights {rights!r}, expected some of {RIGHTS}")
     return rights
-
-
-def new_token(path: Path) -> str:
-    """Make a token in a new file that only its owner can read.
-
-    Raises:
-        ConfigError: the file cannot be made.
-    """
-    token = secrets.token_urlsafe(32)
-    try:
-        path.touch(mode=0o600, exist_ok=False)
-        path.write_text(f"{token}\n")
-    except OSError as error:
-        raise ConfigError(f"the token cannot be written to {path}: {error.strerror}") from error
-    return token
-
-
-def read_token(path: Path) -> str:
-    """The token in a file.
-
-    Raises:
-        ConfigError: it cannot be read, can be read by others, or is too short.
-    """
-    try:
-        mode = path.stat().st_mode
-        token = path.read_text().strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the token file {path} cannot be read: {error}") from error
-    if mode & 0o077:
-        raise ConfigError(f"others can read the token file {path}; run chmod 600 {path}")
-    if len(token) < _SHORTEST or not token.isprintable() or " " in token:
-        raise ConfigError(
-            f"{path} holds no token: it is one line of at least {_SHORTEST} characters"
-        )
-    return token

@@ -23,14 +23,9 @@ from sapwood.repository.names import check_version
 from sapwood.repository.providers.base import Member, Members
 from sapwood.repository.providers.link import split_address
 from sapwood.repository.providers.local import open_provider
-from sapwood.repository.providers.rights import (
-    Rights,
-    load_rights,
-    new_token,
-    owner_rights,
-    read_token,
-)
+from sapwood.repository.providers.rights import Rights, load_rights, owner_rights
 from sapwood.repository.providers.server import ProviderServer
+from sapwood.runtime.tokens import read_or_make_token
 
 __all__ = ["DEFAULT_LISTEN", "ServeSettings", "Served", "parse_members", "parse_size"]
 
@@ -128,7 +123,7 @@ class Served:
             stack.callback(path.unlink, missing_ok=True)
         elif path is None:
             path = Path(settings.place) / _TOKEN_FILE
-        token = read_token(path) if path.exists() else new_token(path)
+        token, _ = read_or_make_token(path)
         return {**tokens, key_of(token): (token, owner_rights())}, path
 
     def close(self) -> None:

@@ -43,11 +43,12 @@ def hub(
         host: Another name it is asked under, such as that of a proxy; may be given several times.
     """
     try:
-        from sapwood.integrations.hub import HubServer, read_token
+        from sapwood.integrations.hub import HubServer
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("anyio", "starlette", "uvicorn"):
             raise
         raise ConfigError(_INSTALL) from None
+    from sapwood.runtime.tokens import read_token
 
     token = None if token_file is None else read_token(token_file)
     with opened(at) as repo:

@@ -42,10 +42,11 @@ def ui(
         no_browser: Only print the address.
         token_file: A file that only you may read, with the token that allows changes.
     """
-    from sapwood.report.store import Serving, read_token
+    from sapwood.report.store import Serving
+    from sapwood.runtime.tokens import read_or_make_token
 
     with _ending_signals(), opened(at) as repo:
-        token, made = read_token(token_file) if token_file is not None else (None, False)
+        token, made = read_or_make_token(token_file) if token_file is not None else (None, False)
         place = at or os.environ.get("SAPWOOD_STORE") or DEFAULT
         with Serving(repo, place=place, port=port, token=token) as serving:
             what = f"changes need the token in {token_file}" if token else "read-only"
