@@ -52,7 +52,8 @@ def check_folder(folder: Path, *, create: bool) -> None:
         )
     if not create:
         raise ConfigError(
-            f"there is no repository in {folder}; save something first, or open it with create=True"
+            f"there is no repository in {folder}; make one with `sapwood store put`, or in Python "
+            "with create=True"
         )
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(

@@ -27,8 +27,8 @@ def open_objects(
     if not is_repository(keeper):
         if not create:
             raise ConfigError(
-                f"there is no repository in {name}; save something first, or open it with "
-                "create=True"
+                f"there is no repository in {name}; make one with `sapwood store put`, or in "
+                "Python with create=True"
             )
         if next(keeper.list(), None) is not None and not is_repository(keeper):
             raise ConfigError(
