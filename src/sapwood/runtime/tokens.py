@@ -42,7 +42,7 @@ def read_token(file: Path) -> str:
         ) from error
     with os.fdopen(fd, "rb") as opened:
         if os.fstat(fd).st_mode & 0o077:
-            raise ConfigError(f"others may read the token in {file}; run chmod 600 {file}")
+            raise ConfigError(f"others can read the token in {file}; run chmod 600 {file}")
         content = opened.read(4096)
     return check_token(content.decode("ascii", "replace").strip(), str(file))
 
